@@ -28,6 +28,7 @@ VERBS = {
     "convert": "qarl_jax.convert",
     "parity": "qarl_jax.parity",
     "sft": "qarl_jax.sft",
+    "qat": "qarl_jax.qat.command",
 }
 """Each verb's module, which has `main(argv) -> exit code`; in the order of a user's first day."""
 

@@ -14,9 +14,6 @@ cost.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -32,11 +29,12 @@ from qarl_jax.learning.trainable import ALL
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.models.params import united
 from qarl_jax.optim import build, leafwise
-from qarl_jax.run import on_disk, shipped
-from qarl_jax.run.export import RECEIPT
+from qarl_jax.run import made, on_disk
 from qarl_jax.runtime import mesh, progress
 from qarl_jax.typed_config import load
-from qarl_jax.types import DivergedError, LossInputs, Parser, Prompt, TrainBatch, UserError, entry_point
+from qarl_jax.types import DivergedError, LossInputs, Prompt, TrainBatch, UserError, entry_point
+
+RECEIPT = "sft.json"
 
 Answers = Callable[[Sequence[Prompt], np.random.Generator], Sequence[str]]
 """(the prompts of an update, random numbers that follow from seed and update) -> the answers to imitate."""
@@ -163,29 +161,13 @@ def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: i
 
 def fingerprint(cfg: Config) -> str:
     """Hash of the resolved config: two equal ones make the same model."""
-    values = load.to_dict(cfg)
-    if cfg.lora is None:
-        del values["lora"]  # folders made before there were adapters
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return made.fingerprint(cfg, absent=["lora"])  # folders made before there were adapters
 
 
-def is_done(cfg: Config) -> bool:
-    """Tells whether `cfg.out` already holds the result of this very config."""
-    try:
-        with open(os.path.join(cfg.out, RECEIPT), encoding="utf-8") as handle:
-            return json.load(handle).get("fingerprint") == fingerprint(cfg)
-    except (OSError, json.JSONDecodeError):
-        return False
-
-
-def _check_ours(out: str) -> None:
-    """Raises UserError where `out` is something that this command did not make and would replace."""
-    ours = os.path.isdir(out) and (not os.listdir(out) or os.path.isfile(os.path.join(out, RECEIPT)))
-    if os.path.exists(out) and not ours:
-        raise UserError(
-            f"out={out} exists and was not made by this command (no {RECEIPT} in it): it would be replaced. Name"
-            " another folder, or remove it yourself."
-        )
+def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -> tuple[list[int], list[bool]]:
+    """The tokens of a prompt and its answer, and whether each of them is learned."""
+    said = [*tokenizer.encode(answer, add_special_tokens=False), stop]
+    return [*prompt.tokens, *said], [False] * len(prompt.tokens) + [True] * len(said)
 
 
 def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str]:
@@ -196,7 +178,7 @@ def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str
 
 def run(cfg: Config, answers: Answers = own_answers) -> None:
     """Trains and writes the folder."""
-    _check_ours(cfg.out)
+    made.check_ours(cfg.out, RECEIPT)
     with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
         _run(cfg, answers, staging)
     print(f"wrote {cfg.out}")
@@ -247,11 +229,9 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     # ---- loop -------------------------------------------------------------------------------------------------------
     started = time.monotonic()
     for update in range(cfg.train.updates):
-        examples, prompts = [], stream.batch(update)
-        for prompt, text in zip(prompts, answers(prompts, np.random.default_rng([cfg.seed, update])), strict=True):
-            answer = [*tokenizer.encode(text, add_special_tokens=False), stop]
-            learned = [False] * len(prompt.tokens) + [True] * len(answer)
-            examples.append(([*prompt.tokens, *answer], learned))
+        prompts = stream.batch(update)
+        texts = answers(prompts, np.random.default_rng([cfg.seed, update]))
+        examples = [example(*each, tokenizer, stop) for each in zip(prompts, texts, strict=True)]
         batch = rows_of(examples, cfg.train.row_len)
         qweights = learner.quantize(state.params)
         counts = batch.loss_mask.sum(), len(examples)
@@ -268,23 +248,14 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
         models.write_peft(staging, model_config, state.params, alpha=alpha, rslora=rslora, base=cfg.model.path)
     else:
         models.save_hf(learner.model(state.params), staging)
-    receipt = {"fingerprint": fingerprint(cfg), "config": load.to_dict(cfg)}
-    (staging / RECEIPT).write_text(json.dumps(receipt, indent=2, default=str), encoding="utf-8")
+    made.write_receipt(staging, RECEIPT, cfg, fingerprint(cfg))
 
 
 @entry_point
 @progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser("sft", config="YAML file", needed=True, description=__doc__.split("\n")[0])
-    parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
-    args = parser.parse_args(argv)
-    cfg = load.load(Config, shipped.config_file(args.config), args.overrides)
-    if is_done(cfg) and not args.force:
-        print(f"{cfg.out} is up to date (same config); --force trains it again")
-        return 0
-    run(cfg)
-    return 0
+    return made.main("sft", Config, fingerprint, run, __doc__.split("\n")[0], argv)
 
 
 if __name__ == "__main__":

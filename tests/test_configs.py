@@ -14,7 +14,7 @@ import re
 import pytest
 import yaml
 
-from qarl_jax import train
+from qarl_jax import qat, train
 from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
 from qarl_jax.memory import choose
@@ -30,9 +30,10 @@ FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
 PAPERS = ROOT / "configs" / "papers"
 TABLES = sorted(PAPERS.glob("*arms.yaml"))
 RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
+QAT = sorted((ROOT / "configs" / "qat").glob("*.yaml"))
 MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
 FIRST_RUN = (ROOT / "docs" / "first_gpu_run.md").read_text()
-FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs").rglob("*arms.yaml")})
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs").rglob("*arms.yaml"), *QAT})
 WORKBENCH = ROOT / "configs" / "qwen25_coder_0p5b" / "workbench.yaml"
 QURL, QERL = (
     sorted(path.stem for path in PAPERS.glob(f"{paper}_*.yaml") if path not in TABLES) for paper in ("qurl", "qerl")
@@ -411,3 +412,11 @@ def test_a_run_has_few_options_and_each_is_in_a_config_or_on_a_page():
         if not any(key.endswith(f".{option}") for key in said) and not re.search(page, text):
             unnamed.append(option)
     assert not unnamed
+
+
+@pytest.mark.parametrize("path", QAT, ids=name)
+def test_a_training_before_rl_parses_and_its_header_says_how_it_is_run(path):
+    assert schema.load(qat.command.Config, path).stages
+    header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert f"python -m qarl_jax.qat --config configs/{name(path)}.yaml" in header
+    assert "hardware" in header

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
+from qarl_jax import data, loss, metrics, qat, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
 from qarl_jax.rewards import extract
 from qarl_jax.run import config
@@ -185,8 +185,8 @@ def test_every_configuration_on_a_command_line_loads(document, tmp_path):
         file = words[words.index("--config") + 1]
         file = str(ROOT / ("configs/quickstart.yaml" if file == "FILE" else file))
         overrides = [w for w in words[3:] if re.match(r"[a-z_.]+=", w)]
-        if words[2] == "qarl_jax.sft":
-            load.load(sft.Config, file, overrides)
+        if (verb := words[2].rpartition(".")[2]) in ("sft", "qat"):
+            load.load({"sft": sft, "qat": qat.command}[verb].Config, file, overrides)
         else:
             config.load(file, overrides)
         loaded += 1

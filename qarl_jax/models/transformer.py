@@ -208,7 +208,31 @@ class Transformer(nnx.Module):
           max_segments: static bound on the segments of a row, each in one piece; None: as many as positions.
           routed_experts: the experts to send each position to, per layer (-1: the router's choice); None: all are.
         """
-        B, T = tokens.shape
+        delta = self._embed(tokens)
+        stream = self.through(
+            delta,
+            jnp.zeros_like(delta),
+            positions,
+            segment_ids,
+            max_segments=max_segments,
+            routed_experts=routed_experts,
+        )
+        return self.norm.add(*stream)[0]
+
+    def through(
+        self,
+        delta: Float[Array, "B T D"],
+        residual: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        max_segments: int | None = None,
+        routed_experts: Int[Array, "B T L k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Runs all layers, from the two tensors that flow into the first to those that leave the last.
+
+        Arguments as in `hidden_states`; behind the embedding, `residual` is zero.
+        """
+        B, T, _ = delta.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         config = self.config
@@ -230,8 +254,6 @@ class Transformer(nnx.Module):
                 numerics=config.numerics,
             ), None
 
-        delta = self._embed(tokens)
-        residual = jnp.zeros_like(delta)
         for stack, layers in zip(config.stacks, self.stacks, strict=True):
             structure, state = nnx.split(layers)
             routed = None
@@ -246,7 +268,7 @@ class Transformer(nnx.Module):
             (delta, residual), _ = jax.lax.scan(
                 remat.checkpointed(body, config.remat), (delta, residual), (state, routed)
             )
-        return self.norm.add(delta, residual)[0]
+        return delta, residual
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache for `batch` rows of up to `max_len` tokens."""

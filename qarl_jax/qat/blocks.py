@@ -1,0 +1,333 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Block-wise progressive training (Bit-by-Bit, arXiv 2604.07888): a layer at a time, one scheme after the other.
+
+    x_full ──► layer in full precision ──► target           loss = |layer_low(x_low) - target|^2 / |target|^2
+    x_low  ──► the same layer, low-bit ──► output           per token, then the mean over tokens
+
+    for each layer:  masters from the checkpoint
+        for each scheme (w8 -> w4 -> w2, then activations):  epochs over all rows, a fresh optimizer
+        x_full, x_low = target, the trained layer's output
+
+Inputs come from the quantized prefix, so a layer also makes good what the layers before it have lost.
+
+**Our reading.** A layer goes through all schemes before the next layer begins, so that its prefix is as it will be
+served; every second-hand description leaves open whether the whole model goes through a scheme first. Masters pass from
+scheme to scheme. The error is relative per token: in plain squares a few tokens with activations a thousand times as
+large as the others' outweigh all of the rest.
+
+**Memory.** One layer with its optimizer, and the rows of one update. What flows between layers lies in files, one
+tensor [2, T, D] per row: the two tensors of `Transformer.through`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from qarl_jax import models
+from qarl_jax.models.hf import safetensors
+from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
+from qarl_jax.models.hf.weights import Checkpoint, hf_names, tensor_shapes
+from qarl_jax.models.layers import RMSNorm
+from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.models.params import part_of, united
+from qarl_jax.numerics.float32 import round_to
+from qarl_jax.optim import build
+from qarl_jax.qat.updates import Plan, Trainer
+from qarl_jax.run import on_disk
+from qarl_jax.types import UserError
+
+STREAMS = ("full", "trained", "rounded")
+"""What flows between layers: of the model in full precision, of the trained one, and of the merely rounded one, which
+only has the held-out rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that the training of all blocks depends on.
+
+    Attributes:
+      model: its folder. config: in full precision.
+      stages: rules of the schemes, in order; the last one is served.
+      train, heldout: rows [R, T] and [H, T] int32.
+      optimizer: its config, for each stage anew. plan: of a stage.
+      every: updates between checkpoints.
+      work: folder for what is in progress.
+    """
+
+    model: str
+    config: models.ModelConfig
+    stages: tuple[Any, ...]
+    train: np.ndarray
+    heldout: np.ndarray
+    optimizer: build.Config
+    plan: Plan
+    every: int
+    work: pathlib.Path
+
+    @property
+    def updates(self) -> int:
+        """Updates of all blocks and stages."""
+        return self.config.num_layers * len(self.stages) * self.plan.updates
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+@functools.lru_cache(maxsize=8)
+def _layer(config: models.ModelConfig) -> tuple[Any, nnx.State]:
+    """(graphdef, the leaves outside the layer) of a one-layer model."""
+    graphdef, abstract, _ = models.split(models.abstract_model(config))
+    rest = part_of(abstract, lambda path: not path.startswith("stacks."))
+    return graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
+
+
+def _through(config: models.ModelConfig, params: Any, qweights: Any, stream: Float[Array, "B 2 T D"]) -> jax.Array:
+    graphdef, rest = _layer(config)
+    model = models.merge(graphdef, united(params, rest), qweights)
+    return jnp.stack(model.through(stream[:, 0], stream[:, 1]), axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(config: models.ModelConfig, params: Any, stream: jax.Array) -> jax.Array:
+    """A batch through a layer, under the config's scheme."""
+    return _through(config, params, models.quantize_params(_layer(config)[0], params), stream)
+
+
+def _sum(stream: jax.Array) -> jax.Array:
+    return stream[:, 0].astype(jnp.float32) + stream[:, 1].astype(jnp.float32)
+
+
+@jax.jit
+def as_stored(params: nnx.State) -> nnx.State:
+    """Masters as the folder has them: rounded to bfloat16, in their own dtype."""
+    return jax.tree.map(lambda x: round_to(x, jnp.bfloat16).astype(x.dtype), params)
+
+
+def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
+    """|output - target|^2 / |target|^2 of each token, and of these the mean."""
+    ours, theirs = _sum(stream), _sum(target)
+    return jnp.mean(jnp.sum((ours - theirs) ** 2, -1) / (jnp.sum(theirs**2, -1) + 1e-12))
+
+
+_error = jax.jit(relative_error)
+
+
+@functools.lru_cache(maxsize=32)
+def _trainer(config: models.ModelConfig, optimizer: build.Config, plan: Plan, every: int) -> Trainer:
+    def loss(params: Any, qweights: Any, stream: jax.Array, target: jax.Array) -> jax.Array:
+        return relative_error(_through(config, params, qweights, stream), target)
+
+    return Trainer(_layer(config)[0], loss, optimizer, plan, every)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nll(config: models.ModelConfig, norm: Any, head: Any, stream: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Summed negative log-likelihood of rows whose streams have left the last layer."""
+    last = RMSNorm(config.hidden_size, config=config, stack={})
+    last.weight.set_value(norm)
+    hidden = last.add(stream[:, 0], stream[:, 1])[0]
+    return -token_logprobs(hidden, head, tokens, jnp.ones_like(tokens))[0].sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+class Progress:
+    """The files of a training in progress: what is finished, with sums of its files.
+
+        progress.json               the finished layers' records; size and CRC-32 of every file that is needed
+        00007.weights.safetensors   a finished layer, bfloat16
+        00008.trained.safetensors   what flows into the next layer; likewise full and rounded
+        00008.stage_1/              checkpoints of the layer that is being trained
+
+    A file is written whole and renamed. It counts once progress.json lists it.
+    """
+
+    def __init__(self, work: pathlib.Path):
+        self.work, self.layers, self.files = work, list[dict[str, Any]](), dict[str, Any]()
+        work.mkdir(parents=True, exist_ok=True)
+        if (work / "progress.json").is_file():
+            try:
+                found = on_disk.load_json(work, "progress.json")
+                self.layers, self.files = found["layers"], found["files"]
+                on_disk.verify(work, self.files)
+            except (on_disk.DamagedCheckpointError, KeyError, TypeError) as error:
+                raise UserError(f"{work} cannot be gone on with: {error} Start over with --force.") from None
+
+    def path(self, layer: int, kind: str) -> pathlib.Path:
+        """The file of a layer."""
+        return self.work / f"{layer:05d}.{kind}.safetensors"
+
+    def finish(self, record: dict[str, Any] | None, layer: int) -> None:
+        """Notes that all files up to the input of `layer` are there; then removes the inputs of the layer before."""
+        if record is not None:
+            self.layers.append(record)
+        kept = [self.path(layer, stream) for stream in STREAMS] + [self.path(i, "weights") for i in range(layer)]
+        known = {path.name: self.files.get(path.name) or on_disk.fingerprint(path) for path in kept}
+        part = self.work / "progress.json.partial"
+        on_disk.write(part, json.dumps({"layers": self.layers, "files": known}))
+        part.replace(self.work / "progress.json")
+        on_disk.sync(self.work)
+        self.files = known
+        for path in self.work.glob(f"{layer - 1:05d}.*"):
+            if path.name not in known:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _write_rows(path: pathlib.Path, rows: Sequence[int], like: Any, batches: Iterator[np.ndarray]) -> None:
+    """Writes a stream: per row a tensor [2, T, D], from batches [B, 2, T, D] in the order of `rows`."""
+    shapes = {str(row): (np.dtype(like.dtype), tuple(like.shape)) for row in rows}
+    each = (one for batch in batches for one in batch)
+    safetensors.write(path, shapes, zip(map(str, rows), each, strict=True))
+
+
+class Rows:
+    """The rows of a stream's file, read as they are asked for."""
+
+    def __init__(self, path: pathlib.Path):
+        self.file = safetensors.SafetensorsFile(path)
+
+    def __call__(self, rows: Sequence[int]) -> jax.Array:
+        """[B, 2, T, D]."""
+        return jnp.asarray(np.stack([self.file.tensor(str(row)) for row in rows]))
+
+    def like(self) -> Any:
+        """A row's tensor, whose shape and dtype all have."""
+        return self.file.tensor(next(iter(self.file.entries)))
+
+
+def batches(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yields `size` rows at a time."""
+    yield from (rows[at : at + size] for at in range(0, len(rows), size))
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+class Blocks:
+    """The training of a model's blocks, in the state that its files are in.
+
+    Args:
+      job: what to do.
+      task: counts updates (`progress.Task`).
+      say: prints a line.
+    """
+
+    def __init__(self, job: Job, task: Any, say: Callable[[str], None] = print):
+        self.job, self.task, self.say = job, task, say
+        self.checkpoint = Checkpoint(job.model, job.config)
+        self.progress = Progress(job.work)
+        self.every_row = range(len(job.train) + len(job.heldout))
+        self.heldout = range(len(job.train), len(self.every_row))
+        task.done += len(self.progress.layers) * len(job.stages) * job.plan.updates
+        self.began, self.before = time.monotonic(), task.done
+
+    def run(self) -> None:
+        """Trains every layer that is not finished."""
+        if not self.progress.files:
+            self._embed()
+            self.progress.finish(None, 0)
+        for layer in range(len(self.progress.layers), self.job.config.num_layers):
+            self.progress.finish(self._block(layer), layer + 1)
+
+    def _embed(self) -> None:
+        config, tokens = self.job.config, np.concatenate([self.job.train, self.job.heldout])
+        table = self.checkpoint.tensor(str(hf_names(config)["embed.kernel"]), (config.vocab_size, config.hidden_size))
+        like = jax.ShapeDtypeStruct((2, tokens.shape[1], config.hidden_size), config.compute_dtype)
+        for stream in STREAMS:
+            rows = self.heldout if stream == "rounded" else self.every_row
+            found = (table[tokens[list(some)]].astype(like.dtype) for some in batches(rows, self.job.plan.batch))
+            both = (np.stack([rows, np.zeros_like(rows)], axis=1) for rows in found)
+            _write_rows(self.progress.path(0, stream), rows, like, both)
+
+    def _send(self, config: models.ModelConfig, params: Any, layer: int, stream: str) -> None:
+        """Runs a stream through a layer, into the file of the next."""
+        source, target = (self.progress.path(at, stream) for at in (layer, layer + 1))
+        given = Rows(source)
+        rows = [int(name) for name in given.file.entries]
+        made = (np.asarray(_run(config, params, given(some))) for some in batches(rows, self.job.plan.batch))
+        _write_rows(target, rows, given.like(), made)
+
+    def _block(self, layer: int) -> dict[str, Any]:
+        """Trains a layer and writes its weights and what leaves it; returns its record."""
+        job, own = self.job, layer_config(self.job.config, layer)
+        configs = [dataclasses.replace(own, quant=rules) for rules in job.stages]
+        params = read_layer(self.checkpoint, job.config, layer)
+        self._send(own, params, layer, "full")
+        self._send(configs[-1], params, layer, "rounded")
+        low, target = Rows(self.progress.path(layer, "trained")), Rows(self.progress.path(layer + 1, "full"))
+        inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
+        losses = []
+        for number, config in enumerate(configs):
+            trainer = _trainer(config, job.optimizer, job.plan, job.every)
+            folder = job.work / f"{layer:05d}.stage_{number}"
+            params, found = trainer.fit(params, inputs, folder, self.task)
+            few = max(1, len(found) // 8)
+            losses.append([float(np.mean(found[:few])), float(np.mean(found[-few:]))])
+        tensors = dict(layer_tensors(params, job.config, layer, jnp.bfloat16))
+        shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+        safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
+        self._send(configs[-1], as_stored(params), layer, "trained")
+        record = {"layer": layer, "losses": losses} | {kind: self._lost(layer + 1, kind) for kind in STREAMS[1:]}
+        self._tell(record)
+        return record
+
+    def _lost(self, layer: int, stream: str) -> float:
+        """Relative error of a stream's held-out rows."""
+        ours, theirs = (Rows(self.progress.path(layer, kind)) for kind in (stream, "full"))
+        found = [(len(some), _error(ours(some), theirs(some))) for some in batches(self.heldout, self.job.plan.batch)]
+        return float(sum(n * float(error) for n, error in found) / len(self.heldout))
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        seconds, done = time.monotonic() - self.began, self.task.done - self.before
+        left = seconds / done * (self.job.updates - self.task.done) if done else 0.0
+        through = ", ".join(f"{first:.5f} -> {last:.5f}" for first, last in record["losses"])
+        self.say(
+            f"qat block {record['layer'] + 1} of {self.job.config.num_layers}  loss {through}  held out:"
+            f" {record['trained']:.5f}, rounded {record['rounded']:.5f}  {seconds:.0f} s, {left:.0f} s left"
+        )
+
+    def tail(self) -> tuple[jax.Array, jax.Array]:
+        """The head in the compute dtype, and the final norm's gains."""
+        config, names = self.job.config, hf_names(self.job.config)
+        head_name = str(names["embed.kernel" if config.tie_embeddings else "head.kernel"])
+        table = self.checkpoint.tensor(head_name, (config.vocab_size, config.hidden_size))
+        norm = self.checkpoint.tensor(str(names["norm.weight"]), (config.hidden_size,))
+        return jnp.asarray(table, config.compute_dtype), jnp.asarray(norm, jnp.float32)
+
+    def perplexities(self) -> dict[str, float]:
+        """Held-out perplexity of each stream behind the last layer: full precision, trained, merely rounded."""
+        config = self.job.config
+        head, norm = self.tail()
+        out = {}
+        for stream in STREAMS:
+            given, total = Rows(self.progress.path(config.num_layers, stream)), 0.0
+            for some in batches(self.heldout, self.job.plan.batch):
+                tokens = jnp.asarray(self.job.heldout[[row - self.heldout.start for row in some]])
+                total += float(_nll(config, norm, head, given(some), tokens))
+            count = len(self.heldout) * (self.job.heldout.shape[1] - 1)
+            out[stream] = float(np.exp(total / count))
+        return out
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The trained model's tensors, bfloat16, in `checkpoint_order`; what is outside the layers is the model's."""
+        config, dtype = self.job.config, np.dtype(jnp.bfloat16)
+        files = [safetensors.SafetensorsFile(self.progress.path(i, "weights")) for i in range(config.num_layers)]
+        trained = {name: file for file in files for name in file.entries}
+        for name, (_, shape) in tensor_shapes(config, dtype).items():
+            found = trained[name].tensor(name) if name in trained else self.checkpoint.tensor(name, shape)
+            yield name, np.asarray(found).astype(dtype)

@@ -1,0 +1,239 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.qat FILE [section.field=value ...]`: quantization-aware training, so that rounding loses little.
+
+Layers of a model folder are trained one at a time, through ever coarser schemes, on any text or on the model's own
+(`blocks.py`); then, with `distill`, all at once (`distill.py`). The result is a Hugging Face folder of bfloat16
+masters. Rounded under the last scheme of `stages` they are the trained policy: RL starts from it with `model.path`,
+and `qarl export --model` writes its codes.
+
+Everything in progress lies in OUT.work. The same command goes on from there, to the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from flax import nnx
+
+from qarl_jax import data, models
+from qarl_jax.models.hf import safetensors
+from qarl_jax.models.hf.weights import check_weights, write_hf
+from qarl_jax.models.transformer import quantizable
+from qarl_jax.optim import build
+from qarl_jax.qat import distill, text
+from qarl_jax.qat.blocks import Blocks, Job, as_stored
+from qarl_jax.qat.updates import Plan
+from qarl_jax.quant import check_quantizable
+from qarl_jax.run import export, made, on_disk
+from qarl_jax.runtime import progress
+from qarl_jax.typed_config import load
+from qarl_jax.types import UserError, at_least, entry_point
+
+RECEIPT = "qat.json"
+Optimizer = Annotated[Any, load.Variants(build.OPTIMIZERS)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model to quantize.
+
+    Attributes:
+      path: its Hugging Face folder, tokenizer included.
+      dtype: compute dtype. Masters are float32.
+    """
+
+    path: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """The rows of tokens.
+
+    Attributes:
+      rows: to train on. row_len: tokens of each.
+      heldout: rows that perplexity is measured on, at most.
+    """
+
+    rows: int = 256
+    row_len: int = 512
+    heldout: int = 16
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "rows", "heldout")
+        at_least(self, 2, "row_len")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """The updates of a layer under one scheme, or with `distill` those of the model.
+
+    Attributes:
+      epochs: visits of each row. batch: rows of an update.
+      optimizer: starts anew with every layer and scheme.
+    """
+
+    epochs: int = 2
+    batch: int = 4
+    optimizer: Optimizer = dataclasses.field(
+        default_factory=lambda: build.AdamW(lr=1e-4, weight_decay=0.0, schedule=build.Schedule(kind="cosine"))
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "epochs", "batch")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The run.
+
+    Attributes:
+      out: folder for the result.
+      data: text to train on, by the sources of `data`; null: the model writes it.
+      stages: schemes in order ("w2a16_asym:g64"); the last one is served.
+      train: of each layer under each scheme.
+      distill: of all layers under the last scheme, behind it; null: none.
+      save_every: updates between checkpoints.
+    """
+
+    out: str
+    model: Model
+    data: data.Config | None = None
+    text: Text = dataclasses.field(default_factory=Text)
+    stages: tuple[str, ...] = ("w8a16_asym", "w4a16_asym", "w2a16_asym")
+    train: Train = dataclasses.field(default_factory=Train)
+    distill: Train | None = None
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "save_every")
+        if not self.stages or "bf16" in self.stages:
+            raise UserError(
+                "stages names one low-bit scheme or more, for example [w8a16_asym, w4a16_asym, w2a16_asym]."
+            )
+        for scheme in self.stages:
+            models.parse_rules(scheme)
+        for name in ("train", "distill"):
+            part = getattr(self, name)
+            if part is not None and part.batch > self.text.rows:
+                raise UserError(f"{name}.batch={part.batch} is more than text.rows={self.text.rows}: lower it.")
+
+    def plan(self, part: Train) -> Plan:
+        """The updates of a part."""
+        return Plan(rows=self.text.rows, batch=part.batch, epochs=part.epochs, seed=self.seed)
+
+    @property
+    def work(self) -> pathlib.Path:
+        """The folder of what is in progress."""
+        return pathlib.Path(self.out + ".work")
+
+
+def start_over(cfg: Config) -> None:
+    """Removes what is in progress."""
+    shutil.rmtree(cfg.work, ignore_errors=True)
+
+
+def _job(cfg: Config) -> Job:
+    """Reads the config of the model and makes the rows, or finds those of a training in progress.
+
+    Raises:
+      UserError: a weight does not suit a scheme, or the work in progress is another config's.
+    """
+    config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
+    stages = tuple(models.parse_rules(scheme) for scheme in cfg.stages)
+    _check_weights(config, stages)
+    check_weights(cfg.model.path, config)
+    mark, known = made.fingerprint(cfg), made.read_receipt(cfg.work, RECEIPT).get("fingerprint")
+    if known not in (None, mark):
+        raise UserError(
+            f"{cfg.work} holds the unfinished training of another config: give it back its config, remove it with"
+            " --force, or name another out."
+        )
+    file = cfg.work / "tokens.safetensors"
+    if not file.is_file():
+        sizes = {"count": cfg.text.rows, "heldout": cfg.text.heldout, "length": cfg.text.row_len}
+        rows = text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
+        named = dict(zip(("train", "heldout"), rows, strict=True))
+        cfg.work.mkdir(parents=True, exist_ok=True)
+        made.write_receipt(cfg.work, RECEIPT, cfg, mark)
+        safetensors.write(file, {name: (x.dtype, x.shape) for name, x in named.items()}, named.items())
+    tokens = safetensors.SafetensorsFile(file)
+    return Job(
+        model=cfg.model.path,
+        config=config,
+        stages=stages,
+        train=np.array(tokens.tensor("train")),
+        heldout=np.array(tokens.tensor("heldout")),
+        optimizer=cfg.train.optimizer,
+        plan=cfg.plan(cfg.train),
+        every=cfg.save_every,
+        work=cfg.work,
+    )
+
+
+def _check_weights(config: models.ModelConfig, stages: Sequence[Any]) -> None:
+    for path, linear in quantizable(models.abstract_model(config)).items():
+        for rules in stages:
+            scheme = dataclasses.replace(config, quant=rules).scheme_of(path)
+            if scheme is not None:
+                check_quantizable(linear.kernel.get_value().shape, scheme, config.describe(path))
+
+
+def run(cfg: Config) -> None:
+    """Trains and writes the folder."""
+    made.check_ours(cfg.out, RECEIPT)
+    job = _job(cfg)
+    behind = 0 if cfg.distill is None else cfg.plan(cfg.distill).updates
+    with progress.task("training", job.updates + behind, "updates") as task:
+        blocks = Blocks(job, task, say=lambda line: print(line, flush=True))
+        blocks.run()
+        perplexity, facts = blocks.perplexities(), dict[str, Any](blocks=blocks.progress.layers)
+        _tell(perplexity)
+        with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
+            export.copy_kept(cfg.model.path, staging)
+            write_hf(staging, job.config, blocks.tensors())
+            if cfg.distill is not None:
+                facts["kl"], perplexity["distilled"] = _distill(cfg, cfg.distill, job, staging, task)
+                _tell(perplexity)
+            made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), perplexity=perplexity, **facts)
+    shutil.rmtree(cfg.work)
+    print(f"wrote {cfg.out}; RL starts from it with model.path={cfg.out} quant.forward={cfg.stages[-1]}")
+
+
+def _tell(perplexity: dict[str, float]) -> None:
+    listed = ", ".join(f"{name} {value:.3f}" for name, value in perplexity.items())
+    print(f"held-out perplexity: {listed}", flush=True)
+
+
+def _distill(cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any) -> tuple[list[float], float]:
+    """Trains all layers of the model in `folder` and writes it anew; (KL of each update, held-out perplexity)."""
+    full = dataclasses.replace(job.config, param_dtype=job.config.compute_dtype)
+    teacher = models.load_masters(cfg.model.path, full)
+    student = models.load_masters(folder, dataclasses.replace(job.config, quant=job.stages[-1]))
+    plan = cfg.plan(part)
+    masters, losses = distill.distill(
+        teacher, student, job.train, part.optimizer, plan, cfg.save_every, cfg.work / "distill", task
+    )
+    bare = models.with_scheme(student[0], "bf16")
+    models.save_hf(models.merge(bare, masters, nnx.State({})), folder)
+    after = distill.perplexity(student[0], as_stored(masters), job.heldout, part.batch)
+    print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
+    return losses, after
+
+
+@entry_point
+@progress.shown()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    try:
+        return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", flush=True)
+        return 130

@@ -1,0 +1,106 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""End-to-end distillation: all layers of the quantized model learn the full-precision model's distribution.
+
+    loss = mean over positions of KL(p_full || p_low) = sum_v p_full(v) (log p_full(v) - log p_low(v))
+
+over the whole vocabulary. Embedding, final norm and head are the teacher's and do not learn, as in the blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from qarl_jax import models
+from qarl_jax.models.logprobs import logits_of, token_logprobs
+from qarl_jax.models.params import part_of, united
+from qarl_jax.numerics.float32 import round_to
+from qarl_jax.optim import build
+from qarl_jax.qat.updates import Plan, Trainer
+
+_CHUNK = 1024  # positions whose logits exist at once
+
+
+def kl(
+    low: Float[Array, "P D"], full: Float[Array, "P D"], head: Float[Array, "V D"], chunk: int = _CHUNK
+) -> Float[Array, ""]:
+    """Mean over positions of KL(full || low), float32, from final hidden states under one head; `full` is constant."""
+    positions = low.shape[0]
+    parts = -(-positions // chunk)
+    pad = ((0, parts * chunk - positions), (0, 0))  # zeros in both: a KL of zero
+
+    @jax.checkpoint
+    def of(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        ours, theirs = (jax.nn.log_softmax(logits_of(x, head)) for x in pair)
+        return (jnp.exp(theirs) * (theirs - ours)).sum()
+
+    split = [jnp.pad(x, pad).reshape(parts, chunk, -1) for x in (low, jax.lax.stop_gradient(full))]
+    return jax.lax.map(of, tuple(split)).sum() / positions
+
+
+def learns(path: str) -> bool:
+    """Tells whether a leaf learns: those of the layers do."""
+    return path.startswith("stacks.")
+
+
+def nll(model: models.Transformer, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
+    """Summed negative log-likelihood of all tokens but the first of each row, float32."""
+    hidden = model.hidden_states(tokens)
+    return -token_logprobs(hidden, model.head_weight(), tokens, jnp.ones_like(tokens))[0].sum()
+
+
+def distill(
+    teacher: tuple[Any, nnx.State],
+    student: tuple[Any, nnx.State],
+    tokens: Int[np.ndarray, "R T"],
+    optimizer: build.Config,
+    plan: Plan,
+    every: int,
+    folder: pathlib.Path,
+    task: Any,
+) -> tuple[nnx.State, list[float]]:
+    """Trains the student.
+
+    Args:
+      teacher, student: (graphdef, masters); the teacher's may be of the compute dtype.
+      tokens: rows to train on.
+      optimizer, plan, every, folder, task: as in `Trainer`.
+
+    Returns:
+      The student's masters, and the loss of each update.
+    """
+    graphdef, masters = student
+    rest = part_of(masters, lambda path: not learns(path))
+
+    def loss(params: Any, qweights: Any, rest: Any, theirs: Any, batch: jax.Array) -> jax.Array:
+        low = models.merge(graphdef, united(params, rest), qweights)
+        full = models.merge(teacher[0], theirs, nnx.State({})).hidden_states(batch)
+        head = round_to(low.head_weight(), full.dtype)
+        ours = low.hidden_states(batch)
+        return kl(ours.reshape(-1, ours.shape[-1]), full.reshape(-1, full.shape[-1]), head)
+
+    trainer = Trainer(graphdef, loss, optimizer, plan, every)
+    inputs: Callable[[list[int]], tuple[Any, ...]] = lambda rows: (rest, teacher[1], jnp.asarray(tokens[rows]))  # noqa: E731
+    params, losses = trainer.fit(part_of(masters, learns), inputs, folder, task)
+    return united(params, rest), losses
+
+
+def perplexity(graphdef: Any, masters: nnx.State, tokens: Int[np.ndarray, "H T"], batch: int) -> float:
+    """exp of the mean negative log-likelihood of rows, first tokens apart, under the graphdef's scheme."""
+
+    @functools.partial(jax.jit)
+    def of(masters: Any, qweights: Any, rows: jax.Array) -> jax.Array:
+        return nll(models.merge(graphdef, masters, qweights), rows)
+
+    qweights = jax.jit(functools.partial(models.quantize_params, graphdef))(masters)
+    sums = [float(of(masters, qweights, jnp.asarray(tokens[at : at + batch]))) for at in range(0, len(tokens), batch)]
+    return float(np.exp(sum(sums) / (tokens.shape[0] * (tokens.shape[1] - 1))))

@@ -1,0 +1,111 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of some masters by the gradient of one loss, through low-bit weights, resumable to the bit.
+
+The masters are quantized once per update; the gradient passes the rounding unchanged, as in RL (`quant.dot`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from qarl_jax import models
+from qarl_jax.optim import build, leafwise
+from qarl_jax.run import checkpoint
+from qarl_jax.types import DivergedError
+
+Loss = Callable[..., jax.Array]
+"""(params, qweights, *inputs) -> scalar."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The number of updates, and the rows that each reads.
+
+    Attributes:
+      rows: number of rows. batch: rows of an update. epochs: visits of each row.
+      seed: of the order.
+    """
+
+    rows: int
+    batch: int
+    epochs: int
+    seed: int
+
+    @property
+    def updates(self) -> int:
+        """Number of updates; the last one of an epoch may share its rows with the next epoch."""
+        return max(1, self.rows * self.epochs // self.batch)
+
+    def of(self, update: int) -> list[int]:
+        """The rows of an update, a function of seed and update alone."""
+        positions = range(update * self.batch, (update + 1) * self.batch)
+        return [int(_order(self.seed, p // self.rows, self.rows)[p % self.rows]) for p in positions]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+class Trainer:
+    """Compiled updates under one scheme.
+
+    Args:
+      graphdef: names the scheme. loss: of masters and their QTensors.
+      optimizer: its config. plan: the updates.
+      every: updates between checkpoints.
+    """
+
+    def __init__(self, graphdef: Any, loss: Loss, optimizer: build.Config, plan: Plan, every: int):
+        self.graphdef, self.loss, self.plan = graphdef, loss, plan
+        self.optimizer = leafwise.Optimizer(optimizer, plan.updates)
+        self.saving = checkpoint.Config(every=every, keep=2, asynchronous=False)
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+
+    def _step(self, params: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any, jax.Array]:
+        qweights = models.quantize_params(self.graphdef, params)
+        loss, grads = jax.value_and_grad(self.loss)(params, qweights, *inputs)
+        params, opt_state, _ = leafwise.update(self.optimizer, grads, opt_state, params)
+        return params, opt_state, loss
+
+    def fit(
+        self, params: nnx.State, inputs: Callable[[list[int]], tuple[Any, ...]], folder: pathlib.Path, task: Any
+    ) -> tuple[nnx.State, list[float]]:
+        """All updates, from the newest checkpoint in `folder` on.
+
+        Args:
+          params: masters before the first; they are used up.
+          inputs: rows -> the loss's further arguments.
+          task: counts the updates (`progress.Task`).
+
+        Returns:
+          The masters after the last update, and the loss of each.
+
+        Raises:
+          DivergedError: the loss is not finite.
+        """
+        opt_state, losses = leafwise.init(self.optimizer, params), list[float]()
+        with checkpoint.Checkpoints(folder, self.saving) as saved:
+            if saved.latest_step() is not None:
+                back = saved.restore({"params": params, "opt_state": opt_state})
+                params, opt_state, losses = back.state["params"], back.state["opt_state"], back.extra["losses"]
+            task.done += len(losses)
+            for update in range(len(losses), self.plan.updates):
+                params, opt_state, loss = self.step(params, opt_state, *inputs(self.plan.of(update)))
+                losses.append(float(loss))
+                if not math.isfinite(losses[-1]):
+                    raise DivergedError(f"update {update}: the loss is {losses[-1]}; lower optimizer.lr.")
+                task.done += 1
+                if saved.should_save(update + 1):
+                    saved.save(update + 1, {"params": params, "opt_state": opt_state}, {"losses": losses})
+        return params, losses

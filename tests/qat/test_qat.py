@@ -1,0 +1,327 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization-aware training block by block: less is lost than by rounding, and a killed run goes on to equal bits."""
+
+import copy
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from flax import nnx
+from safetensors.numpy import load_file
+
+from qarl_jax import models, qat, train
+from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
+from qarl_jax.models.hf.weights import Checkpoint
+from qarl_jax.qat import blocks, command, distill, text, updates
+from qarl_jax.quant import parse_scheme, quantize
+from qarl_jax.run import export, made
+from qarl_jax.runtime.progress import Task
+from qarl_jax.typed_config import load
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+SCHEME = "w2a16:g32"
+ROWS, HELDOUT = 8, 3
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.World(tmp_path_factory.mktemp("qat"))
+
+
+def tree(world, out, **sections):
+    """A training over sums of digits, in seconds."""
+    optimizer = {"name": "adamw", "lr": 0.003, "weight_decay": 0.0}
+    return {
+        "out": str(world.folder / out),
+        "model": {"path": str(world.model)},
+        "data": {"source": {"name": "jsonl", "path": str(world.data)}, "template": "raw", "holdout": 0.2},
+        "text": {"rows": ROWS, "row_len": 16, "heldout": HELDOUT},
+        "stages": ["w4a16:g32", SCHEME],
+        "train": {"epochs": 3, "batch": 2, "optimizer": optimizer},
+        "save_every": 5,
+    } | sections
+
+
+def run(world, values, *arguments):
+    path = world.folder / f"{os.path.basename(values['out'])}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return qat.main(["--config", str(path), *arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(world):
+    """The folder of a training of all blocks, which reads no whole model; its receipt."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "load_masters", None)
+        assert run(world, tree(world, "blocks")) == 0
+    out = world.folder / "blocks"
+    return out, made.read_receipt(out, "qat.json")
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_block_loses_less_than_by_rounding_on_held_out_rows(trained):
+    records = trained[1]["blocks"]
+    assert [record["layer"] for record in records] == [0, 1]
+    for record in records:
+        assert record["trained"] < 0.8 * record["rounded"]
+        first, last = record["losses"][-1]
+        assert last < first
+
+
+@pytest.mark.slow
+def test_what_flows_between_files_is_what_the_whole_model_computes(world, trained):
+    out, receipt = trained
+    cfg = load.load(command.Config, world.folder / "blocks.yaml")
+    config = models.read_config(world.model)
+    sizes = {"count": ROWS, "heldout": HELDOUT, "length": 16, "seed": 0}
+    _, heldout = text.rows(cfg.data, str(world.model), config, **sizes)
+    for kind, folder, scheme in (
+        ("full", world.model, "bf16"),
+        ("rounded", world.model, SCHEME),
+        ("trained", out, SCHEME),
+    ):
+        model = models.read_config(folder, quant=models.parse_rules(scheme))
+        whole = distill.perplexity(*models.load_masters(folder, model), heldout, 2)
+        assert receipt["perplexity"][kind] == pytest.approx(whole, rel=1e-4), kind
+
+
+@pytest.mark.slow
+def test_what_is_outside_of_the_layers_stays_as_it_is(world, trained):
+    before, after = (load_file(folder / "model.safetensors") for folder in (world.model, trained[0]))
+    assert list(before) == list(after)
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved
+    assert all(".layers." in name for name in moved)
+    assert {path.name for path in trained[0].iterdir()} == {path.name for path in world.model.iterdir()} | {"qat.json"}
+    assert not pathlib.Path(f"{trained[0]}.work").exists()
+
+
+@pytest.mark.slow
+def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path):
+    out = tmp_path / "codes"
+    assert export.main(["--model", str(trained[0]), "--scheme", SCHEME, "--out", str(out)]) == 0
+    name = "model.layers.1.mlp.down_proj"
+    codes = load_file(out / "model.safetensors")
+    master = load_file(trained[0] / "model.safetensors")[f"{name}.weight"]
+    made_of = quantize(jnp.asarray(master), parse_scheme(SCHEME))
+    np.testing.assert_array_equal(codes[f"{name}.weight_packed"], made_of.codes)
+    with pytest.raises(SystemExit):
+        export.main(["--model", str(trained[0]), "--out", str(tmp_path / "none")])
+    assert export.main(["--model", str(trained[0]), "--scheme", "bf16", "--out", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.slow
+def test_weights_go_down_to_two_bits_and_then_activations(world, capsys):
+    stages = ["w8a16_asym", "w4a16_asym", "w2a16_asym", "w2a2"]
+    assert run(world, tree(world, "activations", stages=stages)) == 0
+    for record in made.read_receipt(world.folder / "activations", "qat.json")["blocks"]:
+        ends = [last for _, last in record["losses"]]
+        assert len(ends) == 4
+        assert ends[1] < ends[2] < ends[3]
+        assert record["trained"] < record["rounded"]
+
+
+@pytest.mark.nightly
+def test_rl_starts_from_the_trained_policy(world, trained):
+    other = world.changed(model={"path": str(trained[0])}, quant={"forward": SCHEME}, train={"steps": 1})
+    assert train.main(other.command()) == 0
+    assert other.records()[-1]["mismatch/k3"] < 1e-6
+
+
+# ---- the model's own text, and distillation --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_distillation_on_the_models_own_text_brings_the_distributions_together(world):
+    learned = {"epochs": 8, "batch": 2, "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.0}}
+    values = tree(world, "distilled", data=None, distill=learned)
+    assert run(world, values) == 0
+    receipt = made.read_receipt(world.folder / "distilled", "qat.json")
+    assert len(receipt["kl"]) == 32
+    assert np.mean(receipt["kl"][-4:]) < 0.7 * np.mean(receipt["kl"][:4])
+    assert set(receipt["perplexity"]) == {"full", "trained", "rounded", "distilled"}
+
+
+def test_the_divergence_is_that_of_the_formula():
+    rng = np.random.default_rng(0)
+    low, full, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((7, 8), (7, 8), (30, 8)))
+    log_p, log_q = (
+        (z := x.astype(np.float64) @ head.T) - np.log(np.exp(z).sum(-1, keepdims=True)) for x in (full, low)
+    )
+    wanted = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+    for chunk in (3, 1024):
+        assert float(distill.kl(low, full, head, chunk)) == pytest.approx(wanted, rel=1e-5)
+    assert float(distill.kl(full, full, head)) == 0
+
+
+# ---- killed and resumed ----------------------------------------------------------------------------------------------
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "after", [3, 8, 30, 41]
+)  # before a checkpoint, behind one, in the next layer, in its last stage
+def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after, monkeypatch):
+    step, left = updates.Trainer.fit, [after]
+
+    def killed(self, params, inputs, folder, task):
+        def counted(rows):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KilledError
+            return inputs(rows)
+
+        return step(self, params, counted, folder, task)
+
+    values = tree(world, f"killed_{after}")
+    with monkeypatch.context() as patch:
+        patch.setattr(updates.Trainer, "fit", killed)
+        with pytest.raises(KilledError):
+            run(world, values)
+    out = pathlib.Path(values["out"])
+    assert not out.exists()
+    assert run(world, values) == 0
+    assert (out / "model.safetensors").read_bytes() == (trained[0] / "model.safetensors").read_bytes()
+    assert made.read_receipt(out, "qat.json")["blocks"] == trained[1]["blocks"]
+
+
+@pytest.mark.nightly
+def test_a_process_killed_in_a_block_goes_on_to_the_same_bits(world, tmp_path_factory):
+    """kill -9 at the first checkpoint of the second layer."""
+    outs = []
+    for name in ("whole", "killed"):
+        values = tree(world, name)
+        path = world.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        line = [sys.executable, "-m", "qarl_jax.qat", "--config", str(path)]
+        if name == "killed":
+            process = subprocess.Popen(line, env=tiny.environment())
+            mark = pathlib.Path(f"{values['out']}.work", "00001.stage_0", "step_00000005")
+            while not mark.exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert subprocess.run(line, env=tiny.environment()).returncode == 0
+        outs.append(pathlib.Path(values["out"], "model.safetensors").read_bytes())
+    assert outs[0] == outs[1]
+
+
+@pytest.fixture
+def unfinished(world, request):
+    """A training that was stopped in its first block: its settings, and the folder of what is in progress."""
+    values = tree(world, f"unfinished_{request.node.name[:20]}")
+    cfg = load.load(command.Config, _file(world, values))
+    job = command._job(cfg)
+    blocks.Blocks(job, Task("training", None, "updates"), say=str)._embed()
+    return values, cfg, job
+
+
+def _file(world, values):
+    path = world.folder / f"{os.path.basename(values['out'])}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinished, capsys):
+    values, cfg, _ = unfinished
+    assert run(world, values, "seed=1") == 2
+    assert "unfinished training of another config" in capsys.readouterr().err
+    command.start_over(cfg)
+    assert not cfg.work.exists()
+
+
+def test_damaged_work_is_told(unfinished):
+    _, cfg, job = unfinished
+    blocks.Progress(cfg.work).finish(None, 0)
+    file = blocks.Progress(cfg.work).path(0, "trained")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match=r"00000\.trained\.safetensors have changed\. Start over with --force"):
+        blocks.Blocks(job, Task("training", None, "updates"))
+
+
+# ---- rows, layers, mistakes ------------------------------------------------------------------------------------------
+
+
+MOE = models.MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=32, norm_topk_prob=True)
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory):
+    """A dense layer and one of experts."""
+    folder = tmp_path_factory.mktemp("moe")
+    config = tiny.model_config(architecture="Qwen3MoeForCausalLM", moe=MOE, moe_layers=(1,))
+    models.save_hf(models.random_model(config), folder)
+    return folder
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_is_read_and_written_is_the_checkpoints(moe_folder, layer):
+    config = models.read_config(moe_folder)
+    params = read_layer(Checkpoint(moe_folder, config), config, layer)
+    found = dict(layer_tensors(params, config, layer, jnp.bfloat16))
+    tensors = load_file(moe_folder / "model.safetensors")
+    assert set(found) == {name for name in tensors if f".layers.{layer}." in name}
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, tensors[name])
+
+
+@pytest.mark.slow
+def test_layers_one_by_one_are_the_model(moe_folder):
+    config = models.read_config(moe_folder)
+    graphdef, masters = models.load_masters(moe_folder, config)
+    model, rng = models.merge(graphdef, masters, nnx.State({})), np.random.default_rng(0)
+    stream = jnp.asarray(rng.standard_normal((2, 2, 8, 64)), jnp.float32)
+    whole = jnp.stack(model.through(stream[:, 0], stream[:, 1]), axis=1)
+    checkpoint = Checkpoint(moe_folder, config)
+    for layer in range(2):
+        stream = blocks._run(layer_config(config, layer), read_layer(checkpoint, config, layer), stream)
+    np.testing.assert_allclose(stream, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_each_epoch_visits_every_row_once():
+    plan = updates.Plan(rows=6, batch=4, epochs=2, seed=1)
+    visited = [row for update in range(plan.updates) for row in plan.of(update)]
+    assert plan.updates == 3
+    assert sorted(visited[:6]) == sorted(visited[6:]) == list(range(6))
+    assert visited[:6] != visited[6:]
+
+
+def test_too_little_text_is_told(world, capsys):
+    values = tree(world, "little")
+    values["text"] = {"rows": 500, "row_len": 64, "heldout": 1}
+    assert run(world, values) == 2
+    assert "lower it, or name more text" in capsys.readouterr().err
+    assert not pathlib.Path(f"{values['out']}.work").exists()  # so that another config may be tried at once
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"stages": ["w4a16:g40"]}, r"cannot quantize model\.layers\..*not a multiple of the group size 40"),
+        ({"stages": []}, "stages names one low-bit scheme or more"),
+        ({"stages": ["bf16"]}, "stages names one low-bit scheme or more"),
+        ({"train": {"batch": 64}}, r"train\.batch=64 is more than text\.rows=8"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(world, changed, said, capsys):
+    assert run(world, tree(world, "mistake") | copy.deepcopy(changed)) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not pathlib.Path(world.folder, "mistake.work").exists()
