@@ -8,7 +8,6 @@ to rounding, and what is asked for to the bit is that a run of several processes
 """
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,45 +16,15 @@ import jax
 import numpy as np
 import pytest
 
-from qarl_jax import models, train
-from qarl_jax.run import config
+from qarl_jax import train
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.bridge_world import free_port
+from tests.reference.processes import assert_equal, launch, masters, trained
 
-PATIENCE_S = 400  # for one start, on a machine that does other things as well
 STEPS = 3
-
-
-def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
-    """Starts `python *arguments(process)` `count` times; (exit codes, outputs)."""
-    port = port or free_port()
-    started = []
-    for number in range(count):
-        environment = tiny.environment()
-        flags = re.sub(r"device_count=\d+", f"device_count={devices}", environment["XLA_FLAGS"])
-        environment |= {"XLA_FLAGS": flags, "PYTHONPATH": str(tiny.ROOT), "PORT": str(port)}
-        if slurm:  # what srun sets for each task
-            environment |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
-            environment |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, arguments(number))],
-                cwd=tiny.ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        said = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [process.returncode for process in started], said
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
@@ -267,32 +236,7 @@ def test_a_process_whose_partner_ends_says_so_in_one_sentence(victim, how, ends)
         assert "Traceback" not in text
 
 
-def test_vllm_is_refused_over_several_processes(tmp_path):
-    tree = tiny.World(tmp_path).changed(distributed={"coordinator": "auto"}).tree
-    assert config.from_dict(tree).distributed.is_on
-    tree["rollout"]["engine"] = {"name": "vllm"}
-    with pytest.raises(UserError, match="embedded sampler only"):
-        config.from_dict(tree)
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
-
-# Runs the trainer; the process with the given number sends itself a signal when the n-th step's updates are done.
-SIGNALLED = """
-import os, signal, sys
-number, victims, name, nth = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-from qarl_jax import train
-from qarl_jax.loop.updates import Updates
-learn, calls = Updates.run, [0]
-def counted(*args, **kwargs):
-    out = learn(*args, **kwargs)
-    calls[0] += 1
-    if str(number) in victims and calls[0] == nth:
-        os.kill(os.getpid(), signal.Signals[name])
-    return out
-Updates.run = counted
-sys.exit(train.main(sys.argv[5:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -306,40 +250,6 @@ def world(tmp_path_factory):
         eval={"at_start": False, "at_end": False},
         log={"samples_per_step": 0},
     )
-
-
-def trained(world, *, count=2, devices=1, slurm=False, victims="", name="SIGTERM", nth=1):
-    """(exit codes, outputs) of the run, by `count` processes that are told who they are, or find out."""
-    port = free_port()
-
-    def arguments(number):
-        who = [f"localhost:{port}", f"distributed.num_processes={count}", f"distributed.process_id={number}"]
-        who = ["auto"] if slurm else who
-        return [
-            "-c",
-            SIGNALLED,
-            number,
-            victims,
-            name,
-            nth,
-            *world.command(f"distributed.coordinator={who[0]}", *who[1:]),
-        ]
-
-    return launch(arguments, count=count, devices=devices, port=port, slurm=slurm)
-
-
-def masters(world):
-    back = Checkpoints(world.run_dir / "checkpoints").restore({"params": models.split(tiny.random_model())[1]})
-    assert back.step == world.tree["train"]["steps"]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(back.state)]
-
-
-def assert_equal(one, other, names=("metrics",)):
-    """Two runs left the same numbers and the same bits."""
-    for name in names:
-        assert one.records(name) == other.records(name), name
-    for a, b in zip(masters(one), masters(other), strict=True):
-        assert a.tobytes() == b.tobytes()
 
 
 @pytest.fixture(scope="module")
