@@ -17,12 +17,15 @@ from tests.reference.bridge_world import free_port
 PATIENCE_S = 400  # for one start, on a machine that does other things as well
 
 
-def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
-    """Starts `python *arguments(process)` `count` times; (exit codes, outputs)."""
+def launch(arguments, *, count=2, devices=1, port=None, slurm=False, programs=None):
+    """Starts `python *arguments(process)` `count` times; (exit codes, outputs).
+
+    programs: a folder for compiled ones; None: none are kept.
+    """
     port = port or free_port()
     started = []
     for number in range(count):
-        environment = tiny.environment()
+        environment = tiny.environment(programs)
         flags = re.sub(r"device_count=\d+", f"device_count={devices}", environment["XLA_FLAGS"])
         environment |= {"XLA_FLAGS": flags, "PYTHONPATH": str(tiny.ROOT), "PORT": str(port)}
         if slurm:  # what srun sets for each task
@@ -46,7 +49,8 @@ def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
     return [process.returncode for process in started], said
 
 
-# Runs the trainer; the process with the given number sends itself a signal when the n-th step's updates are done.
+# Runs the trainer; the process with the given number sends itself a signal when the n-th step's updates are done, or
+# kills its engine.
 SIGNALLED = """
 import os, signal, sys
 number, victims, name, nth = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -57,14 +61,17 @@ def counted(*args, **kwargs):
     out = learn(*args, **kwargs)
     calls[0] += 1
     if str(number) in victims and calls[0] == nth:
-        os.kill(os.getpid(), signal.Signals[name])
+        if name == "ENGINE":
+            os.kill(args[0]._publisher.engine.facts.pid, signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), signal.Signals[name])
     return out
 Updates.run = counted
 sys.exit(train.main(sys.argv[5:]))
 """
 
 
-def trained(world, *, count=2, devices=1, slurm=False, victims="", name="SIGTERM", nth=1):
+def trained(world, *, count=2, devices=1, slurm=False, victims="", name="SIGTERM", nth=1, programs=None):
     """(exit codes, outputs) of the run, by `count` processes that are told who they are, or find out."""
     port = free_port()
 
@@ -81,7 +88,7 @@ def trained(world, *, count=2, devices=1, slurm=False, victims="", name="SIGTERM
             *world.command(f"distributed.coordinator={who[0]}", *who[1:]),
         ]
 
-    return launch(arguments, count=count, devices=devices, port=port, slurm=slurm)
+    return launch(arguments, count=count, devices=devices, port=port, slurm=slurm, programs=programs)
 
 
 def masters(world):

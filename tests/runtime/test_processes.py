@@ -35,6 +35,10 @@ from types import SimpleNamespace as Some
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qarl_jax.loop import first_mismatch
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_jax.rollout.vllm import all_gather, gpu_staging
+from qarl_jax.rollout.vllm import hosts as engines
+from qarl_jax.rollout.vllm.engine import BrokenPromiseError
 from qarl_jax.runtime import processes as hosts
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
@@ -81,6 +85,28 @@ def inside(error):
 told["together"] = raised(lambda: inside(None if first else UserError("disk")))
 told["nothing"] = raised(lambda: inside(None))
 told["any"] = [hosts.any_of(not first), hosts.any_of(False)]
+long = bytes(range(200 + 50 * number)) * 2
+hosts.PIECE_BYTES = 128
+told["gathered"] = hosts.gather(long) == [bytes(range(200)) * 2, bytes(range(250)) * 2]
+told["empty"] = [len(said) for said in hosts.gather(b"" if first else b"ab")]
+def at_publishing(error):
+    with engines.together():
+        if error:
+            raise error
+told["bridge"] = raised(lambda: at_publishing(None if first else BridgeError("no such base", "base")))
+torn = BrokenPromiseError(BridgeError("a", "torn"), ["bf16"], None)
+told["broken"] = raised(lambda: at_publishing(torn if first else None))
+told["kept"] = raised(lambda: at_publishing(None))
+
+# What an engine on a GPU is given: the whole of a stack on every device of this process, cast as it travels.
+layers = hosts.put(rows.reshape(2, 4, 3), NamedSharding(mesh, PartitionSpec(None, "x")))
+stack = all_gather.Stack(layers, np.dtype(jax.numpy.bfloat16), 1)
+(made,) = all_gather.gathered([all_gather.Piece(stack, range(1, 2))])
+assert sorted(made) == [int(device.local_hardware_id) for device in jax.local_devices()]
+assert all(np.array_equal(np.asarray(each).astype(np.float32), rows.reshape(2, 4, 3)[1:]) for each in made.values())
+weights = Some(params={"w": x}, qweights={})
+assert gpu_staging.gpus_of(weights, [""], platform="cpu") == [min(made)]
+
 told["same"] = raised(lambda: hosts.check_same(b"a", "the config's values"))
 told["other"] = raised(lambda: hosts.check_same(str(number).encode(), "the config's values"))
 
@@ -133,6 +159,12 @@ def test_processes_share_values_errors_arrays_and_checkpoints(tmp_path):
     assert first["together"] == ["UserError", "disk"]
     assert first["nothing"] is None
     assert first["any"] == [True, False]
+    assert first["gathered"]
+    assert first["empty"] == [0, 2]
+    assert first["bridge"] == ["BridgeError", "process 1: no such base"]
+    assert second["bridge"] == ["BridgeError", "no such base"]
+    assert first["broken"][0] == "BrokenPromiseError"
+    assert first["kept"] is None
     assert first["same"] is None
     assert first["other"] == ["UserError", "the config's values: process 1 of 2 has others than process 0."]
     assert "have changed" in first["damaged"][1]
@@ -140,7 +172,8 @@ def test_processes_share_values_errors_arrays_and_checkpoints(tmp_path):
     assert first["one"] == (rows + 100).tolist()  # one process wrote, two read
     assert first["blocked"][0] == "UserError"
     assert "a file stands where a directory is needed" in first["blocked"][1]
-    assert {**first, "bug": None} == {**second, "bug": None}  # everything else is the same for both
+    own = {"bug": None, "bridge": None}
+    assert first | own == second | own  # everything else is the same for both
 
     # Two processes wrote, one reads.
     back = Checkpoints(tmp_path / "two").restore(alone, step=2)

@@ -404,10 +404,14 @@ class VllmEngine(RolloutEngine):
         )
 
         routed = 2 * int(np.prod(self._routing_shape())) if self._config.record_routing else 0
-        ask = functools.partial(self.fleet.draw, routed_bytes=routed, on_progress=self._on_progress)
-        drawn = hosts.draw(draws, lambda mine: ask(mine, common))
-        with contextlib.closing(drawn), progress.task("sampling", len(requests), "responses") as task:
-            for index, one in task.count(drawn):
+
+        def ask(mine: Sequence[messages.Draw]) -> hosts.Drawn:
+            drawn = self.fleet.draw(mine, common, routed_bytes=routed, on_progress=self._on_progress)
+            with contextlib.closing(drawn), progress.task("sampling", len(mine), "responses") as task:
+                yield from task.count(drawn)
+
+        with contextlib.closing(hosts.draw(draws, ask)) as drawn:
+            for index, one in drawn:
                 yield index, self._completion(requests[index], one)
 
     def close(self) -> None:
