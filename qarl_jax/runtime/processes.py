@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # has no public name
 from jax.experimental import multihost_utils
 
 from qarl_jax.runtime import peers
@@ -40,8 +42,10 @@ from qarl_jax.types import UserError, at_least
 AUTO = "auto"
 GRACE_S = 30  # JAX waits so much longer for the others than we do
 PIECE_BYTES = 2**24  # of each process's bytes that a collective has on the devices at once
+MEETING_S = 7 * 24 * 3600  # a process that ends meanwhile ends all of them: peers.py
 SHUTDOWN_S = 60
 """Seconds that a process waits at its end for the others. One that ends by an error of its own waits in vain."""
+_MEETINGS = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,14 @@ def fetch(tree: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- words
 
 
+def _meet() -> None:
+    """Waits until all processes are here. A collective alone may not: on CPUs Gloo's fails after half an hour, in which
+    one process grades or samples and the others wait."""
+    client = distributed.global_state.client
+    assert client is not None
+    client.wait_at_barrier(f"qarl_jax/{next(_MEETINGS)}", MEETING_S * 1000)
+
+
 def _padded(data: bytes, length: int) -> np.ndarray:
     """`data` in a buffer of a power of two, so that few shapes are ever compiled."""
     out = np.zeros(1 << max(6, (length - 1).bit_length()), np.uint8)
@@ -191,6 +203,7 @@ def _padded(data: bytes, length: int) -> np.ndarray:
 
 def _broadcast(text: str) -> str:
     """The first process's text, on every process."""
+    _meet()
     data = text.encode() if is_first() else b""
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(_padded(data, length)))[:length]).decode()
@@ -200,6 +213,7 @@ def gather(data: bytes) -> list[bytes]:
     """Every process's bytes, by process, in collectives of at most `PIECE_BYTES` each. Nobody has any: a single one."""
     if count() == 1:
         return [data]
+    _meet()
     lengths = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
     pieces: list[list[bytes]] = [[] for _ in lengths]
     for start in range(0, int(lengths.max()), PIECE_BYTES):

@@ -50,7 +50,7 @@ def launch(arguments, *, count=2, devices=1, port=None, slurm=False, programs=No
 
 
 # Runs the trainer; the process with the given number sends itself a signal when the n-th step's updates are done, or
-# kills its engine.
+# kills its engine. Each says after the first step which process its engine is.
 SIGNALLED = """
 import os, signal, sys
 number, victims, name, nth = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -60,11 +60,12 @@ learn, calls = Updates.run, [0]
 def counted(*args, **kwargs):
     out = learn(*args, **kwargs)
     calls[0] += 1
+    facts = args[0]._publisher.engine.facts
+    if facts is not None and calls[0] == 1:
+        print("engine", facts.pid, flush=True)
     if str(number) in victims and calls[0] == nth:
-        if name == "ENGINE":
-            os.kill(args[0]._publisher.engine.facts.pid, signal.SIGKILL)
-        else:
-            os.kill(os.getpid(), signal.Signals[name])
+        kills_engine = name == "ENGINE"
+        os.kill(facts.pid if kills_engine else os.getpid(), signal.Signals["SIGKILL" if kills_engine else name])
     return out
 Updates.run = counted
 sys.exit(train.main(sys.argv[5:]))

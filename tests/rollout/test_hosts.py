@@ -5,11 +5,10 @@
 A mesh of two devices is where bits can be asked for (tests/runtime/test_processes.py says why).
 """
 
-import os
-import pathlib
+import re
 import signal
+import sys
 
-import numpy as np
 import pytest
 
 from qarl_jax import doctor, train
@@ -20,7 +19,8 @@ from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.run import config, description
 from qarl_jax.types import UserError
 from tests.reference import processes, tiny
-from tests.reference.processes import assert_equal, masters
+from tests.reference.bridge_world import alive, wait_for
+from tests.reference.processes import assert_equal
 
 STEPS = 3
 FILES = ("metrics", "eval", "samples")
@@ -62,17 +62,14 @@ def toys_alone(toys):
     return by_one_process(toys)
 
 
-def bridges_of(world):
-    """Process ids of the bridges that processes of a run have started, by the log that they write to."""
-    found = []
-    for link in pathlib.Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            target = os.readlink(link)
-        except OSError:  # another user's, or gone
-            continue
-        if target.startswith(str(world.run_dir / "engine.log")):
-            found.append(int(link.parts[2]))
-    return found
+def engines_of(said):
+    """Process ids of the engines, of which each process of a run has said its own."""
+    return [int(pid) for text in said for pid in re.findall(r"^engine (\d+)$", text, re.MULTILINE)]
+
+
+def all_end(pids):
+    """Waits until none of some processes is left."""
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 # ---- without a process -----------------------------------------------------------------------------------------------
@@ -143,7 +140,8 @@ def test_two_processes_with_an_engine_each_equal_one_with_two_to_the_bit(toys, t
     assert codes == [0, 0], said
     assert_equal(two, toys_alone, FILES)
     assert "process 1: fake 1" in said[1]
-    assert not bridges_of(two)
+    assert len(set(engines_of(said))) == 2
+    all_end(engines_of(said))
 
 
 @pytest.mark.nightly
@@ -154,11 +152,12 @@ def test_a_killed_process_takes_all_engines_with_it_and_the_same_command_goes_on
     assert codes == [-signal.SIGKILL, 1] if victim == "0" else [1, -signal.SIGKILL], said
     assert f"process {victim} of 2 has ended" in said[1 - int(victim)]
     assert len(killed.records()) == 1
+    assert len(set(engines_of(said))) == 2
+    all_end(engines_of(said))
     codes, said = trained(killed)
     assert codes == [0, 0], said
     assert "resuming" in said[0]
     assert_equal(killed, toys_alone, FILES)
-    assert not bridges_of(killed)
 
 
 @pytest.mark.nightly
@@ -172,12 +171,15 @@ def test_an_engine_that_dies_is_replaced_by_its_process_and_no_number_changes(to
 
 @pytest.mark.nightly
 def test_an_engine_that_does_not_start_ends_all_processes_with_its_sentence(toys):
-    broken = toys.changed(run_dir=str(toys.folder / "broken"))
-    broken.tree["rollout"]["engine"] |= {"python": "/bin/false"}
+    python, broken = toys.folder / "python", toys.changed(run_dir=str(toys.folder / "broken"))
+    taken = f'case "$*" in *--socket*) mkdir {toys.folder}/taken || {{ echo "error: no room" >&2; exit 2; }} ;; esac'
+    python.write_text(f'#!/bin/sh\n{taken}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)  # of two bridges, the second does not start
+    broken.tree["rollout"]["engine"] |= {"python": str(python)}
     codes, said = trained(broken)
     assert codes == [2, 2], said
     for text in said:
-        assert "did not start" in text
+        assert "the vLLM bridge did not start: no room" in text
         assert "Traceback" not in text
 
 
@@ -203,42 +205,37 @@ def test_two_processes_with_a_real_vllm_each_equal_one_with_two_to_the_bit_and_o
     codes, said = trained(two, victims="1", name="SIGKILL", nth=2)
     assert codes == [1, -signal.SIGKILL], said
     assert len(two.records()) == 1
+    assert len(set(engines_of(said))) == 2
+    all_end(engines_of(said))
     codes, said = trained(two)
     assert codes == [0, 0], said
     assert_equal(two, real_alone, FILES)
     assert [line["mismatch/max_abs"] for line in two.records()] == [0, 0, 0]
-    assert not bridges_of(two)
 
 
 @pytest.mark.vllm
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_four_processes_with_a_real_vllm_each_draw_what_one_draws_and_outlive_a_kill(real, real_alone):
-    """A sum of four numbers has several orders: four processes equal one to rounding, and themselves to the bit."""
+    """A sum of four numbers has several orders: after an update four processes equal themselves alone to the bit."""
     four = real.changed(run_dir=str(real.folder / "four"), mesh={"fsdp": 4})
     codes, said = trained(four, count=4)
     assert codes == [0] * 4, said
 
-    def first(world):
-        return [line for line in world.records("samples") if line["step"] == 0]
-
-    words = [[(line["uid"], line["response"]) for line in first(world)] for world in (four, real_alone)]
-    assert len(words[0]) == 16
-    assert words[0] == words[1]
+    one, other = (world.records("samples")[:4] for world in (four, real_alone))
+    assert [line["step"] for line in one] == [0] * 4
+    assert [(line["uid"], line["response"]) for line in one] == [(line["uid"], line["response"]) for line in other]
+    ours, theirs = four.records()[0], real_alone.records()[0]
+    sampled = [key for key in theirs if key.startswith(("reward/", "response/", "rollout/", "mismatch/"))]
+    assert len(sampled) > 10
+    assert {key: ours[key] for key in sampled} == {key: theirs[key] for key in sampled}
     assert [line["mismatch/max_abs"] for line in four.records()] == [0, 0, 0]
-    for a, b in zip(four.records(), real_alone.records(), strict=True):
-        assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=0.2)
-    for key in ("reward/mean", "response/length_mean", "loss/total"):
-        assert four.records()[0][key] == pytest.approx(real_alone.records()[0][key], rel=1e-5), key
 
     killed = real.changed(run_dir=str(real.folder / "killed"), mesh={"fsdp": 4})
     codes, said = trained(killed, count=4, victims="2", name="SIGKILL", nth=2)
     assert -signal.SIGKILL in codes, said
     assert 0 not in codes, said
+    all_end(engines_of(said))
     codes, said = trained(killed, count=4)
     assert codes == [0] * 4, said
     assert_equal(killed, four, FILES)
-    assert not bridges_of(killed)
-    for a, b in zip(masters(killed), masters(real_alone), strict=True):
-        assert np.isfinite(a).all()
-        assert a.shape == b.shape
