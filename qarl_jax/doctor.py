@@ -49,10 +49,10 @@ from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.rollout.vllm.config import check_length
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, VllmEngine
-from qarl_jax.run import build, config
+from qarl_jax.run import build, config, description
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import progress
+from qarl_jax.runtime import processes, progress
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
@@ -358,6 +358,13 @@ def mesh(cfg: RunConfig) -> Check:
     return check("mesh", used == total, found, "set one of the mesh.* sizes to -1 to use all devices", "warn")
 
 
+def engines(cfg: RunConfig) -> Iterator[Check]:
+    """The engines of each process, where the run has several; the probe of `live_engine` is of this host alone."""
+    for found in description.engines(cfg):
+        known = processes.planned(cfg.distributed) > 1
+        yield check("engines", known, found, "set distributed.num_processes, beside coordinator=auto too", "warn")
+
+
 def memory_plan(cfg: RunConfig) -> Check:
     """Compares the bytes of the fullest moment with the device, or with the host's memory on a CPU."""
     size = plan.capacity()
@@ -502,6 +509,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
         yield from weights
         layout = mesh(cfg)
         yield layout
+        yield from engines(cfg)
         if layout.status != "fail" and all(line.status == "ok" for line in weights):
             yield memory_plan(cfg)
 

@@ -26,6 +26,7 @@ from qarl_jax.memory.learner import GIB
 from qarl_jax.memory.plan import Plan, make, spread
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
+from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that the KV cache has room for
@@ -91,11 +92,14 @@ def _without_plan(cfg: RunConfig) -> dict[str, Any]:
 
 def with_engines(cfg: RunConfig) -> RunConfig:
     """Puts an engine on each of the learner's GPUs where `rollout.engine.memory` is auto and no engine has a place."""
-    engine, devices = cfg.rollout.engine, learner.planned_mesh(cfg).size
+    engine, hosts = cfg.rollout.engine, processes.planned(cfg.distributed)
+    devices = max(1, learner.planned_mesh(cfg).size // hosts)
     if not isinstance(engine, VllmConfig) or engine.memory != "auto" or devices == 1:
         return cfg
     if engine.replicas or engine.visible_gpus or engine.endpoints:
         return cfg
+    if cfg.distributed.is_on:  # each process knows its own GPUs
+        return replaced(cfg, {"rollout.engine.replicas": devices, "rollout.engine.shares_gpus": True})
     gpus = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     names = gpus[:devices] if len(gpus) >= devices else list(map(str, range(devices)))
     placed = {"replicas": devices, "visible_gpus": ";".join(names), "shares_gpus": True}
@@ -352,5 +356,5 @@ def _staging(cfg: RunConfig) -> Knob:
             cost=Cost(seconds=costs.staging_seconds(cfg, buffers) + 0.01 * (2 - buffers)),
             notes=notes[buffers : buffers + 1] if buffers < 2 else (),
         )
-        for buffers in range(engine.staging_buffers, -1, -1)
+        for buffers in range(engine.staging_buffers, -1 + cfg.distributed.is_on, -1)
     ] + [host]

@@ -12,6 +12,7 @@ from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import processes
 
 CONTEXT = 1.5 * GIB  # of a Hopper GPU, an estimate: vLLM's CUDA context, its programs and libraries' workspaces
 GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
@@ -75,11 +76,12 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
 
 
 def at_once(cfg: RunConfig) -> int:
-    """Most sequences that one engine decodes together; engines share a step's sequences."""
+    """Most sequences that one engine decodes together; the engines of all processes share a step's sequences."""
     engine = cfg.rollout.engine
     assert isinstance(engine, VllmConfig)
     sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
-    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.endpoints))))
+    engines = processes.planned(cfg.distributed) * max(1, engine.started + len(engine.endpoints))
+    return min(engine.max_num_seqs, -(-sequences // engines))
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:

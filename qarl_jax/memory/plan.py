@@ -33,6 +33,7 @@ from qarl_jax.memory.engine import engine_parts, staging_bytes
 from qarl_jax.memory.learner import GIB
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig, on_a_gpu
+from qarl_jax.runtime import processes
 
 FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 # Bytes, an estimate for a Hopper GPU: JAX's CUDA context with its programs and its libraries' workspaces. When vLLM
@@ -216,7 +217,8 @@ def make(cfg: RunConfig, size: int) -> Plan:
     # A cache of no given size fills the share, and vLLM captures its graphs after that.
     filled = share_bytes + parts["CUDA graphs (estimate)"]
     reserved = max(sum(parts.values()), share_bytes) if engine.kv_cache_gb else filled
-    return dataclasses.replace(plan, engine=parts, reserved=reserved, engines=engine.started)
+    engines = engine.started * processes.planned(cfg.distributed)
+    return dataclasses.replace(plan, engine=parts, reserved=reserved, engines=engines)
 
 
 def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:

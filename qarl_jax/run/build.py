@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.run import estimators
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
@@ -234,6 +236,9 @@ def make_engine(
 
     log_file: for the output of the bridges that it starts on this host.
 
+    Over several processes each starts engines of its own, on its own GPUs where the config names none. What those of
+    another than the first say goes to standard error, and to a log of its own.
+
     A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
     """
     options: dict[str, Any] = {}
@@ -244,6 +249,13 @@ def make_engine(
             record_routing=cfg.rollout.router_replay or engine.record_routing,
             log_file=log_file,
         )
+        if processes.count() > 1 and not engine.visible_gpus and engine.started:
+            engine = dataclasses.replace(engine, visible_gpus=gpu_staging.own_gpus(engine.started), shares_gpus=True)
+        if not processes.is_first():
+            place = f"process {processes.number()}"
+            log = functools.partial(print, f"{place}:", file=sys.stderr, flush=True)
+            named = engine.log_file and f"{engine.log_file}.{place.replace(' ', '')}"
+            engine = dataclasses.replace(engine, log_file=named)
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
     made = rollout.make_engine(cfg.rollout.engine_name, engine, **options)

@@ -314,11 +314,7 @@ class RunConfig:
             )
         engine = self.rollout.engine
         if isinstance(engine, VllmConfig) and self.distributed.is_on:
-            raise UserError(
-                f"distributed.coordinator={self.distributed.coordinator}: a run of several processes has the embedded"
-                " sampler only, for the bridge to vLLM serves one trainer process; set rollout.engine.name=jax, or"
-                " leave distributed.coordinator empty."
-            )
+            engine.check_hosts()
         if isinstance(engine, VllmConfig) and 0 < engine.max_model_len < longest:
             raise UserError(
                 f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"

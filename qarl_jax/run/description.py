@@ -12,7 +12,9 @@ from qarl_jax.learning.critic import Config as CriticConfig
 from qarl_jax.optim.build import OPTIMIZERS
 from qarl_jax.quant.config import Config as QuantConfig
 from qarl_jax.rollout.environments import ENVIRONMENTS
+from qarl_jax.rollout.vllm import config as vllm
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import processes
 
 
 def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
@@ -46,6 +48,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
         *[("environment", text) for text in _environment(cfg)],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
+        *[("engines", text) for text in engines(cfg)],
         *(prompts or [("evaluation", cfg.eval.words())]),
         ("checkpoints", f"{saved}, {cfg.checkpoint.keep or 'all'} kept, in {cfg.run_dir}/checkpoints"),
     ]
@@ -112,6 +115,18 @@ def _ahead(cfg: RunConfig) -> list[str]:
     when = f"every {ahead.chunk} tokens" if ahead.chunk else "between batches"
     order = "by count: the run is a function of its config" if cfg.is_lockstep else "by the clock"
     return [f"sampling is at most {ahead.max_staleness} versions behind; new ones come in {when}, {order}"]
+
+
+def engines(cfg: RunConfig) -> list[str]:
+    """Words the engines of a run of several processes; a run of one has no line."""
+    engine, hosts = cfg.rollout.engine, processes.planned(cfg.distributed)
+    if not cfg.distributed.is_on or not isinstance(engine, vllm.Config):
+        return []
+    each = engine.started + len(engine.endpoints)
+    requests = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    if hosts == 1:
+        return [f"{each} of each process; without distributed.num_processes the plan takes the run for one process"]
+    return [f"{each} of each of {hosts} processes, which draws {-(-requests // hosts)} responses of a step"]
 
 
 def _environment(cfg: RunConfig) -> list[str]:

@@ -10,6 +10,7 @@ Prompts, packing and sampling are functions of (config, seed, step), so each pro
 come to the same; what is not such a function has an owner:
 
     files, the view, rewards (their pools have time limits)      the first process; the others are told (`from_first`)
+    responses of engines outside the program (vLLM)              each its share; all are given all (`gather`)
     interrupts, errors while writing                             any process; all act on them (`any_of`, `together`)
     the contents of an array that lies on several hosts          all, by a gather (`fetch`)
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -31,6 +33,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # has no public name
 from jax.experimental import multihost_utils
 
 from qarl_jax.runtime import peers
@@ -38,8 +41,11 @@ from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
 GRACE_S = 30  # JAX waits so much longer for the others than we do
+PIECE_BYTES = 2**24  # of each process's bytes that a collective has on the devices at once
+MEETING_S = 7 * 24 * 3600  # a process that ends meanwhile ends all of them: peers.py
 SHUTDOWN_S = 60
 """Seconds that a process waits at its end for the others. One that ends by an error of its own waits in vain."""
+_MEETINGS = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,9 +146,19 @@ def count() -> int:
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
+def planned(cfg: Config) -> int:
+    """Processes that a run will have, for a plan made before they meet: as the config says; 1 where it does not."""
+    return count() if jax.distributed.is_initialized() else max(1, cfg.num_processes)
+
+
+def number() -> int:
+    """The number of this process among them, from 0."""
+    return jax.process_index() if count() > 1 else 0
+
+
 def is_first() -> bool:
     """Tells whether this process owns the run's files."""
-    return count() == 1 or jax.process_index() == 0
+    return number() == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- arrays
@@ -170,6 +186,14 @@ def fetch(tree: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- words
 
 
+def _meet() -> None:
+    """Waits until all processes are here. A collective alone may not: on CPUs Gloo's fails after half an hour, in which
+    one process grades or samples and the others wait."""
+    client = distributed.global_state.client
+    assert client is not None
+    client.wait_at_barrier(f"qarl_jax/{next(_MEETINGS)}", MEETING_S * 1000)
+
+
 def _padded(data: bytes, length: int) -> np.ndarray:
     """`data` in a buffer of a power of two, so that few shapes are ever compiled."""
     out = np.zeros(1 << max(6, (length - 1).bit_length()), np.uint8)
@@ -179,26 +203,34 @@ def _padded(data: bytes, length: int) -> np.ndarray:
 
 def _broadcast(text: str) -> str:
     """The first process's text, on every process."""
+    _meet()
     data = text.encode() if is_first() else b""
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(_padded(data, length)))[:length]).decode()
 
 
-def _gather(text: str) -> list[str]:
-    """Every process's text, by process. Nobody has any: one small collective."""
-    data = text.encode()
+def gather(data: bytes) -> list[bytes]:
+    """Every process's bytes, by process, in collectives of at most `PIECE_BYTES` each. Nobody has any: a single one."""
+    if count() == 1:
+        return [data]
+    _meet()
     lengths = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
-    if not lengths.any():
-        return [""] * count()
-    rows = multihost_utils.process_allgather(_padded(data, int(lengths.max())))
-    return [bytes(np.asarray(row)[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+    pieces: list[list[bytes]] = [[] for _ in lengths]
+    for start in range(0, int(lengths.max()), PIECE_BYTES):
+        most = min(PIECE_BYTES, int(lengths.max()) - start)
+        rows = multihost_utils.process_allgather(_padded(data[start : start + most], most))
+        for row, length, found in zip(rows, lengths, pieces, strict=True):
+            found.append(np.asarray(row)[: max(0, min(most, int(length) - start))].tobytes())
+    return [b"".join(found) for found in pieces]
 
 
 def _error(number: int, kind: str, message: str) -> Exception:
     """Rebuilds the error of another process; a UserError keeps its kind."""
     kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
     known = {cls.__name__: cls for cls in kinds}
-    return known[kind](message) if kind in known else RuntimeError(f"process {number}: {kind}: {message}")
+    if kind not in known:
+        return RuntimeError(f"process {number}: {kind}: {message}")
+    return known[kind].__new__(known[kind], message)  # its own arguments stayed where it was raised
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -224,7 +256,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 def agree(error: Exception | None) -> None:
     """Raises `error`, and on the processes that have none the first error of another; returns if nobody has any."""
     if count() > 1:
-        said = _gather("" if error is None else json.dumps([type(error).__name__, str(error)]))
+        said = gather(b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode())
         others = [_error(number, *json.loads(text)) for number, text in enumerate(said) if text]
         error = error or (others[0] if others else None)
     if error is not None:
@@ -261,7 +293,7 @@ def check_same(data: bytes, what: str) -> None:
     """
     if count() == 1:
         return
-    said = _gather(hashlib.blake2b(data, digest_size=16).hexdigest())
+    said = gather(hashlib.blake2b(data, digest_size=16).digest())
     for number, other in enumerate(said):
         if other != said[0]:
             raise UserError(f"{what}: process {number} of {count()} has others than process 0.")

@@ -166,7 +166,7 @@ class World:
     """A folder with model and data, and the config of a two-step run over them; `tree` may be changed."""
 
     def __init__(self, folder: pathlib.Path, hidden: int = 64, seed: int = 0):
-        self.folder = folder
+        self.folder, self.hidden = folder, hidden
         self.model = model_folder(folder / "model", hidden, seed)
         self.data = data_file(folder / "sums.jsonl")
         self.tree: dict[str, Any] = {

@@ -8,7 +8,6 @@ to rounding, and what is asked for to the bit is that a run of several processes
 """
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,45 +16,15 @@ import jax
 import numpy as np
 import pytest
 
-from qarl_jax import models, train
-from qarl_jax.run import config
+from qarl_jax import train
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.bridge_world import free_port
+from tests.reference.processes import assert_equal, launch, masters, trained
 
-PATIENCE_S = 400  # for one start, on a machine that does other things as well
 STEPS = 3
-
-
-def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
-    """Starts `python *arguments(process)` `count` times; (exit codes, outputs)."""
-    port = port or free_port()
-    started = []
-    for number in range(count):
-        environment = tiny.environment()
-        flags = re.sub(r"device_count=\d+", f"device_count={devices}", environment["XLA_FLAGS"])
-        environment |= {"XLA_FLAGS": flags, "PYTHONPATH": str(tiny.ROOT), "PORT": str(port)}
-        if slurm:  # what srun sets for each task
-            environment |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
-            environment |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, arguments(number))],
-                cwd=tiny.ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        said = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [process.returncode for process in started], said
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
@@ -66,6 +35,10 @@ from types import SimpleNamespace as Some
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qarl_jax.loop import first_mismatch
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_jax.rollout.vllm import all_gather, gpu_staging
+from qarl_jax.rollout.vllm import hosts as engines
+from qarl_jax.rollout.vllm.engine import BrokenPromiseError
 from qarl_jax.runtime import processes as hosts
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
@@ -112,6 +85,28 @@ def inside(error):
 told["together"] = raised(lambda: inside(None if first else UserError("disk")))
 told["nothing"] = raised(lambda: inside(None))
 told["any"] = [hosts.any_of(not first), hosts.any_of(False)]
+long = bytes(range(200 + 50 * number)) * 2
+hosts.PIECE_BYTES = 128
+told["gathered"] = hosts.gather(long) == [bytes(range(200)) * 2, bytes(range(250)) * 2]
+told["empty"] = [len(said) for said in hosts.gather(b"" if first else b"ab")]
+def at_publishing(error):
+    with engines.together():
+        if error:
+            raise error
+told["bridge"] = raised(lambda: at_publishing(None if first else BridgeError("no such base", "base")))
+torn = BrokenPromiseError(BridgeError("a", "torn"), ["bf16"], None)
+told["broken"] = raised(lambda: at_publishing(torn if first else None))
+told["kept"] = raised(lambda: at_publishing(None))
+
+# What an engine on a GPU is given: the whole of a stack on every device of this process, cast as it travels.
+layers = hosts.put(rows.reshape(2, 4, 3), NamedSharding(mesh, PartitionSpec(None, "x")))
+stack = all_gather.Stack(layers, np.dtype(jax.numpy.bfloat16), 1)
+(made,) = all_gather.gathered([all_gather.Piece(stack, range(1, 2))])
+assert sorted(made) == [int(device.local_hardware_id) for device in jax.local_devices()]
+assert all(np.array_equal(np.asarray(each).astype(np.float32), rows.reshape(2, 4, 3)[1:]) for each in made.values())
+weights = Some(params={"w": x}, qweights={})
+assert gpu_staging.gpus_of(weights, [""], platform="cpu") == [min(made)]
+
 told["same"] = raised(lambda: hosts.check_same(b"a", "the config's values"))
 told["other"] = raised(lambda: hosts.check_same(str(number).encode(), "the config's values"))
 
@@ -164,6 +159,12 @@ def test_processes_share_values_errors_arrays_and_checkpoints(tmp_path):
     assert first["together"] == ["UserError", "disk"]
     assert first["nothing"] is None
     assert first["any"] == [True, False]
+    assert first["gathered"]
+    assert first["empty"] == [0, 2]
+    assert first["bridge"] == ["BridgeError", "process 1: no such base"]
+    assert second["bridge"] == ["BridgeError", "no such base"]
+    assert first["broken"][0] == "BrokenPromiseError"
+    assert first["kept"] is None
     assert first["same"] is None
     assert first["other"] == ["UserError", "the config's values: process 1 of 2 has others than process 0."]
     assert "have changed" in first["damaged"][1]
@@ -171,7 +172,8 @@ def test_processes_share_values_errors_arrays_and_checkpoints(tmp_path):
     assert first["one"] == (rows + 100).tolist()  # one process wrote, two read
     assert first["blocked"][0] == "UserError"
     assert "a file stands where a directory is needed" in first["blocked"][1]
-    assert {**first, "bug": None} == {**second, "bug": None}  # everything else is the same for both
+    own = {"bug": None, "bridge": None}
+    assert first | own == second | own  # everything else is the same for both
 
     # Two processes wrote, one reads.
     back = Checkpoints(tmp_path / "two").restore(alone, step=2)
@@ -267,32 +269,7 @@ def test_a_process_whose_partner_ends_says_so_in_one_sentence(victim, how, ends)
         assert "Traceback" not in text
 
 
-def test_vllm_is_refused_over_several_processes(tmp_path):
-    tree = tiny.World(tmp_path).changed(distributed={"coordinator": "auto"}).tree
-    assert config.from_dict(tree).distributed.is_on
-    tree["rollout"]["engine"] = {"name": "vllm"}
-    with pytest.raises(UserError, match="embedded sampler only"):
-        config.from_dict(tree)
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
-
-# Runs the trainer; the process with the given number sends itself a signal when the n-th step's updates are done.
-SIGNALLED = """
-import os, signal, sys
-number, victims, name, nth = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-from qarl_jax import train
-from qarl_jax.loop.updates import Updates
-learn, calls = Updates.run, [0]
-def counted(*args, **kwargs):
-    out = learn(*args, **kwargs)
-    calls[0] += 1
-    if str(number) in victims and calls[0] == nth:
-        os.kill(os.getpid(), signal.Signals[name])
-    return out
-Updates.run = counted
-sys.exit(train.main(sys.argv[5:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -306,40 +283,6 @@ def world(tmp_path_factory):
         eval={"at_start": False, "at_end": False},
         log={"samples_per_step": 0},
     )
-
-
-def trained(world, *, count=2, devices=1, slurm=False, victims="", name="SIGTERM", nth=1):
-    """(exit codes, outputs) of the run, by `count` processes that are told who they are, or find out."""
-    port = free_port()
-
-    def arguments(number):
-        who = [f"localhost:{port}", f"distributed.num_processes={count}", f"distributed.process_id={number}"]
-        who = ["auto"] if slurm else who
-        return [
-            "-c",
-            SIGNALLED,
-            number,
-            victims,
-            name,
-            nth,
-            *world.command(f"distributed.coordinator={who[0]}", *who[1:]),
-        ]
-
-    return launch(arguments, count=count, devices=devices, port=port, slurm=slurm)
-
-
-def masters(world):
-    back = Checkpoints(world.run_dir / "checkpoints").restore({"params": models.split(tiny.random_model())[1]})
-    assert back.step == world.tree["train"]["steps"]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(back.state)]
-
-
-def assert_equal(one, other, names=("metrics",)):
-    """Two runs left the same numbers and the same bits."""
-    for name in names:
-        assert one.records(name) == other.records(name), name
-    for a, b in zip(masters(one), masters(other), strict=True):
-        assert a.tobytes() == b.tobytes()
 
 
 @pytest.fixture(scope="module")

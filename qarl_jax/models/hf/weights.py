@@ -32,7 +32,7 @@ from qarl_jax.models.layers import Quantized
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
 from qarl_jax.models.transformer import Transformer, quantizable
 from qarl_jax.quant import QTensor, Scheme, dequantize, resolve
-from qarl_jax.runtime import progress
+from qarl_jax.runtime import processes, progress
 from qarl_jax.runtime.mesh import param_shardings
 from qarl_jax.types import UserError, check_model_folder
 
@@ -416,7 +416,7 @@ def _on_host(table: jax.Array, dtype: np.dtype) -> np.ndarray:
     """An embedding, a head or a norm in `dtype`, a piece at a time: the device holds no cast copy of the whole."""
     rows = max(1, min(table.shape[0], _PIECE_BYTES // max(1, table.nbytes // table.shape[0])))
     if table.dtype == dtype or rows == table.shape[0] or not table.is_fully_addressable:
-        return np.asarray(jax.device_get(table.astype(dtype)))
+        return np.asarray(processes.fetch(table.astype(dtype)))
     out = np.empty(table.shape, dtype)
     for start in range(0, table.shape[0], rows):
         start = min(start, table.shape[0] - rows)  # the last piece repeats rows of the one before
@@ -466,7 +466,7 @@ def export_tensors(
     under_way = sent(order[0]) if order else None
     for places, following in zip(order, [*order[1:], []], strict=True):
         arriving, under_way = under_way, sent(following)
-        host = jax.device_get(arriving)
+        host = processes.fetch(arriving)
         for place in places:
             if host is None:
                 yield place.names[0], _on_host(tensors[place.path], dtype)

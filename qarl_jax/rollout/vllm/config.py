@@ -22,12 +22,13 @@ class Config(messages.EngineOptions):
     Attributes:
     python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
     replicas: engines that the trainer starts, each behind a bridge of its own; 0: one, or none where others are named.
+      Over several processes each starts so many.
     endpoints: bridges started by hand, each a unix socket's path or tcp://host:port. One of several that does not
-      answer yet, or no longer, joins when it does.
+      answer yet, or no longer, joins when it does. Over several processes: sockets, those of each process's own host.
     key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with endpoints.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first. With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that
-      are the learner's: `shares_gpus`.
+      sees, so that they share the first (over several processes: the process's own). With `replicas`, one such list
+      per engine, joined by ";": "1;2;3". Those that are the learner's: `shares_gpus`.
     shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a GPU's plan has to fit both.
     transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
@@ -90,6 +91,25 @@ class Config(messages.EngineOptions):
         """`visible_gpus` of a started engine."""
         lists = self.visible_gpus.split(";")
         return lists[number] if len(lists) > 1 else self.visible_gpus
+
+    def check_hosts(self) -> None:
+        """Refuses what engines of several processes cannot do (`hosts.py`).
+
+        Raises:
+          UserError: a bridge over TCP, which all processes would call; or chunked versions, which engines ask for when
+            it suits them, so that the processes would gather different layers.
+        """
+        if self.is_remote:
+            raise UserError(
+                "rollout.engine.endpoints: a run of several processes has engines on its own hosts, and a bridge serves"
+                " one process; name unix sockets, the same path on every host, or let rollout.engine.replicas start"
+                " engines."
+            )
+        if self.staging_buffers == 0 and self.transport != "host":
+            raise UserError(
+                "rollout.engine.staging_buffers=0: a run of several processes stages whole versions; set it to 1, or"
+                " rollout.engine.transport=host."
+            )
 
     def __post_init__(self) -> None:
         if self.endpoints and not self.key_file:

@@ -14,6 +14,9 @@ seed only, the answer is the one the dead bridge would have given.
 
 How many bridges there are, started here or elsewhere, is the fleet's business (fleet.py). This file is what they have
 in common: what a version is, what a request asks, and what an answer must hold.
+
+Over several processes each has a fleet of its own, and this engine is theirs together (hosts.py): all publish the same
+bytes, each to its own bridges; each draws its share of the requests; every process yields all completions.
 """
 
 from __future__ import annotations
@@ -37,10 +40,11 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
+from qarl_jax.rollout.vllm import hosts
 from qarl_jax.rollout.vllm.config import Config, check_length
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
-from qarl_jax.runtime import progress
+from qarl_jax.runtime import processes, progress
 from qarl_jax.types import Completion, UserError, VersionSpan
 
 # A promise that was not kept: what was promised, and what it means that it is broken.
@@ -169,7 +173,8 @@ class VllmEngine(RolloutEngine):
     Args:
       config: see Config.
       run_id: names the run in versions; two runs cannot publish to one bridge.
-      incarnation: this start of the run; must grow when a run is resumed. None: the time in nanoseconds.
+      incarnation: this start of the run, the same in all its processes; must grow when a run is resumed. None: the
+        first process's time in nanoseconds.
       on_progress: called every two seconds while sampling, with (running, waiting, tokens).
       log: called with a line when a bridge is started or replaced.
     """
@@ -187,7 +192,7 @@ class VllmEngine(RolloutEngine):
     ):
         self._config = config
         self._run_id = run_id
-        self._incarnation = time.time_ns() if incarnation is None else incarnation
+        self._incarnation = processes.from_first(time.time_ns) if incarnation is None else incarnation
         self._on_progress = on_progress
         self._log = log
         self.fleet = Fleet(
@@ -243,7 +248,10 @@ class VllmEngine(RolloutEngine):
     # RolloutEngine ---------------------------------------------------------------------------------------------------
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
-        """Put a version into the engine, in place; returns seconds per phase, bytes, and what was compared."""
+        """Put a version into the engine, in place; returns seconds per phase, bytes, and what was compared.
+
+        Over several processes all must call it, and an error of one is raised on all.
+        """
         model_json = engine_config(weights.graphdef)
         identity = (messages.model_fingerprint(model_json), messages.scheme_hash(model_json.get("quantization_config")))
         if self._model is not None and identity != self._model:
@@ -276,6 +284,7 @@ class VllmEngine(RolloutEngine):
         if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
             self._stager.close()
             self._stager = None
+        self._again += processes.count() > 1  # the engines of another process may have the version
         return self._publish(weights, version, "host")
 
     def _publish(self, weights: PolicyWeights, version: int, transport: str) -> dict[str, float]:
@@ -298,13 +307,18 @@ class VllmEngine(RolloutEngine):
 
         try:
             assert self._model_json is not None
-            report = self.fleet.publish(staged, self._model_json)
+            hosts.check_manifest(staged.manifest)
+            with hosts.together():
+                report = self.fleet.publish(staged, self._model_json)
+            if self.version < 0:
+                hosts.check_facts(self.facts)
         except BaseException as error:
             staged.close()
             if over is None or getattr(error, "code", "") != "base":
                 raise
             self._log(f"publishing all weights: {error}")
             self._fixed = frozenset()
+            self._again += processes.count() > 1
             return self._publish(weights, version, transport)
         finally:
             if self._stager is not None:
@@ -338,7 +352,7 @@ class VllmEngine(RolloutEngine):
     def _over(self, weights: PolicyWeights) -> tuple[sender.Version | None, frozenset[str] | None]:
         """The complete version that this one may be over, and the paths of what it is then made of."""
         lost = any(getattr(replica.error, "code", "") == "base" for replica in self.fleet.replicas)
-        if self._base is None or lost or not weights.fixed or weights.fixed != self._fixed:
+        if processes.any_of(lost) or self._base is None or not weights.fixed or weights.fixed != self._fixed:
             return None, None
         paths = moving(models.config_of(weights.graphdef), weights.fixed)
         return (self._base, paths) if paths else (None, None)
@@ -393,9 +407,14 @@ class VllmEngine(RolloutEngine):
         )
 
         routed = 2 * int(np.prod(self._routing_shape())) if self._config.record_routing else 0
-        drawn = self.fleet.draw(draws, common, routed_bytes=routed, on_progress=self._on_progress)
-        with contextlib.closing(drawn), progress.task("sampling", len(requests), "responses") as task:
-            for index, one in task.count(drawn):
+
+        def ask(mine: Sequence[messages.Draw]) -> hosts.Drawn:
+            drawn = self.fleet.draw(mine, common, routed_bytes=routed, on_progress=self._on_progress)
+            with contextlib.closing(drawn), progress.task("sampling", len(mine), "responses") as task:
+                yield from task.count(drawn)
+
+        with contextlib.closing(hosts.draw(draws, ask)) as drawn:
+            for index, one in drawn:
                 yield index, self._completion(requests[index], one)
 
     def close(self) -> None:

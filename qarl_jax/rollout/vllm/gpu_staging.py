@@ -202,24 +202,36 @@ class _Held:
         return PolicyWeights(graphdef=self._graphdef, params=params, qweights=qweights)
 
 
+def visible_gpus() -> list[str]:
+    """The names in this process's CUDA_VISIBLE_DEVICES; empty: it sees all."""
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
+def own_gpus(count: int) -> str:
+    """`rollout.engine.visible_gpus` of `count` engines on the GPUs of this process, in turn; empty: it has none."""
+    numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
+    seen = visible_gpus()
+    names = [seen[number] if seen else str(number) for number in numbers]
+    return ";".join(names[number % len(names)] for number in range(count)) if names else ""
+
+
 def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:
-    """The numbers of the GPUs that versions are staged on: those of the engines that weights are on, too; else the
-    weights' first.
+    """The numbers of this process's GPUs that versions are staged on: those of the engines that weights are on, too;
+    else the weights' first.
 
     Args:
       engines: the CUDA_VISIBLE_DEVICES of each; empty: what this process sees.
 
     Raises:
-      BridgeError("unshared"): the weights are elsewhere, or on GPUs of other processes.
+      BridgeError("unshared"): the weights are elsewhere.
     """
     devices = {device for leaf in jax.tree.leaves((weights.params, weights.qweights)) for device in leaf.devices()}
     others = {device.platform for device in devices} - {platform}
     if others:
         raise BridgeError(f"the learner runs on {', '.join(others)}, not on a GPU", "unshared")
-    if {device.process_index for device in devices} != {jax.process_index()}:
-        raise BridgeError("the learner is spread over several processes", "unshared")
-    numbers = sorted(int(device.local_hardware_id) for device in devices)
-    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    own = jax.process_index()
+    numbers = sorted(int(device.local_hardware_id) for device in devices if device.process_index == own)
+    seen = visible_gpus()
 
     def number(engine: str) -> int:
         first = engine.split(",")[0]
