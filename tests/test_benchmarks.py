@@ -4,6 +4,8 @@
 
 import gzip
 import json
+import pathlib
+import subprocess
 import sys
 import time
 
@@ -29,6 +31,8 @@ from qarl_jax import models
 from qarl_jax.data import load_tokenizer
 from qarl_jax.run import config
 from tests.reference import bridge_world
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 SMALL = ["--model", "tiny", "--rows", "8", "--seq", "32", "--steps", "1"]
 
@@ -309,3 +313,30 @@ def test_masters_are_compared_by_what_an_update_moves(capsys):
     assert full["covered"] == pytest.approx(1, abs=0.01)
     assert nearest["covered"] < 0.1
     assert stochastic["covered"] == pytest.approx(1, abs=0.4)
+
+
+@pytest.mark.slow  # the jobs' shells
+def test_the_jobs_of_one_card_call_commands_that_exist(tmp_path):
+    stub = '#!/bin/bash\nprintf "%s\\0" "$@" >>"$CALLS"; printf "\\n\\0" >>"$CALLS"\n'
+    for name, text in {"python3": stub, "nvidia-smi": "#!/bin/bash\necho 143771\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    own = {name: str(tmp_path) for name in ("MODELS", "RESULTS", "QUEUE", "SITE")}
+    env = own | {"CALLS": str(calls), "CARD": "0", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for job in sorted((ROOT / "benchmarks/sessions/card/0").glob("*.sh")):
+        subprocess.run(["bash", str(job)], cwd=ROOT, env=env, check=True, timeout=60)
+    lines = [line.split("\0")[:-1] for line in calls.read_text().split("\n\0")]
+    steps = [line[2:] for line in lines if line[:2] == ["-m", "benchmarks.step_gpu"]]
+    assert len(steps) == 4 + 3 + 5
+    for words in steps:
+        args = step_gpu.build_parser().parse_args(words)
+        of = step_gpu.of_recipe if args.recipe else step_gpu.overrides
+        cfg = config.load(args.recipe or step_gpu.CONFIG, of(args, "x", str(tmp_path)))
+        assert cfg.rollout.engine.name == "vllm"
+    gates = [line[2:] for line in lines if line[:2] == ["-m", "benchmarks.gate"]]
+    help_text = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gate", "--help"], capture_output=True, text=True
+    ).stdout
+    assert len(gates) == 2
+    assert not [word for words in gates for word in words if word.startswith("--") and word not in help_text]

@@ -25,6 +25,10 @@ _PLAIN = re.compile(
     r"(?:(\d{1,300}) (?=\d+/))?(\d{0,300})(?:\.(\d{0,300})(?:\\overline\{(\d{1,100})\})?)?(?:/(\d{1,300}))?"
 )
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?")
+_MEASURED = re.compile(r"([$€£¥]?[-\d.,/{}\\]*\d) ([A-Za-z ]{1,60})")
+# Behind a number these words make it another, or leave it open.
+_OTHER_VALUE = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
+_OTHER_VALUE |= {"and", "or", "to", "minus", "plus", "times", "more", "less", "not"}
 _AROUND = [("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("'", "'"), ("`", "`"), ("“", "”"), ("‘", "’")]
 _AROUND += [("**", "**"), ("*", "*"), ("__", "__"), ("_", "_")]
 STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox) ?\{([^{}]*)\}")
@@ -195,9 +199,15 @@ def normalize(text: str, *, ignore_case: bool = True) -> str:
 
 
 def same(given: str, expected: str, *, ignore_case: bool = True) -> bool:
-    """Tells whether two answers are equal as numbers, or else as normalised text."""
+    """Tells whether two answers are equal as numbers, or else as normalised text.
+
+    A number that is expected may be given with its unit behind it: "18 apples", "18 km per hour" for 18.
+    """
     left, right = normalize(given, ignore_case=ignore_case), normalize(expected, ignore_case=ignore_case)
     if left == right:
         return True
     a, b = number(left), number(right)
+    if a is None and b is not None and (measured := _MEASURED.fullmatch(left)):
+        unit = measured[2].lower().split()
+        a = number(measured[1]) if len(unit) <= 4 and not _OTHER_VALUE.intersection(unit) else None
     return a is not None and a == b

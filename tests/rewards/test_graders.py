@@ -84,9 +84,10 @@ AUTO = (
         ("<answer>**42**</answer>", "42"),
         (r"\boxed{\dfrac{1}{2}}", "0.5"),
         ("\u20133", "-3"),
+        ("Answer: 42 apples", "42"),
     ],
     [
-        ("42 apples", "42"),
+        ("Answer: 42 thousand", "42"),
         ("forty-two", "42"),
         ("1,2", "12"),
         ("4 2", "42"),
