@@ -53,13 +53,13 @@ class Run:
 
         def watched(*args):
             engine = make(*args)
-            generate, close = engine.generate, engine.close
+            generate, draw, close = engine.generate, engine.draw, engine.close
 
-            def generating(*prompts, **options):
+            def drawing(*requests, **options):
                 if engine.version == self.kill_at_step and self.killed is None:
                     self.killed = engine.facts.pid
                     threading.Timer(0.02, os.kill, (self.killed, signal.SIGKILL)).start()
-                return generate(*prompts, **options)
+                return draw(*requests, **options)
 
             def closing():
                 if self.served is None and engine.version == 2:
@@ -68,7 +68,7 @@ class Run:
                 self.pids.append(engine.facts.pid if engine.facts else None)
                 close()
 
-            engine.generate, engine.close = generating, closing
+            engine.draw, engine.close = drawing, closing
             return engine
 
         monkeypatch.setattr(build, "make_engine", watched)
