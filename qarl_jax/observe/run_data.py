@@ -46,7 +46,18 @@ POSITIONS = sorted({round(2 ** (k / 2)) for k in range(36)})
 """Upper ends of bins of token positions, counted from 1."""
 
 _FILES = ("metrics", "eval", "samples", "histograms", "timeline")
-_OPTIONS = ("clip_low", "clip_high", "neg_clip_low", "neg_clip_high", "dual_clip", "mismatch", "mismatch_cap", "w_mode")
+_OPTIONS = (
+    "clip_low",
+    "clip_high",
+    "neg_clip_low",
+    "neg_clip_high",
+    "dual_clip",
+    "mismatch",
+    "mismatch_cap",
+    "w_mode",
+    "bands",
+    "divergence",
+)
 _JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
@@ -207,9 +218,11 @@ def buckets(steps: Sequence[Any], most: int = COLUMNS) -> list[tuple[int, int]]:
 def limits(loss: Mapping[str, Any]) -> dict[str, Any]:
     """The band of an objective, from its recorded options: `level`, and the edges of log-ratios by the sign of A.
 
-    Example: TBPO -> {"level": "response", "pos": [None, 4e-4], "neg": [-3e-4, 7e-4]}.
+    Example: TBPO -> {"level": "response", "pos": [None, 4e-4], "neg": [-3e-4, 7e-4]}. Empty where there is no one band:
+    DPPO's edges are divergences, and `bands` other than fixed differ from response to response.
     """
-    if not loss.get("name") or not loss.get("clip_high"):
+    varies = loss.get("bands", "fixed") != "fixed" or loss.get("name") == "dppo"
+    if not loss.get("name") or not loss.get("clip_high") or varies:
         return {}
     high, low = math.log1p(loss["clip_high"]), loss.get("neg_clip_low") or loss.get("clip_low")
     above = math.log1p(loss["neg_clip_high"]) if loss.get("neg_clip_high") else None

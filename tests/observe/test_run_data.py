@@ -146,6 +146,13 @@ def test_texts_without_numbers_and_runs_without_samples(tmp_path):
     assert "samples" not in whole(write_run(tmp_path / "none"))
 
 
+def test_an_objective_without_one_band_for_all_responses_has_none_drawn():
+    edges = {"clip_high": 4e-4, "neg_clip_low": 3e-4, "neg_clip_high": 7e-4}
+    assert run_data.limits({"name": "tbpo", "bands": "fixed"} | edges)["level"] == "response"
+    assert run_data.limits({"name": "tbpo", "bands": "spread"} | edges) == {}
+    assert run_data.limits({"name": "dppo", "clip_high": 0.15}) == {}
+
+
 def test_the_picture_of_the_band_has_every_count_and_the_objectives_edges(run):
     band = whole(run)["band"]
     assert band["steps"] == [(s, s) for s in range(10)]
