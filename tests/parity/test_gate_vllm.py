@@ -40,7 +40,7 @@ def test_no_token_differs_whatever_a_rollout_with_adapters_meets(tmp_path):
 )
 def test_no_token_of_an_moe_model_differs(scheme, replay, tmp_path):
     pytest.importorskip("vllm")
-    random_folder.make(tmp_path / "model", "tiny-moe", deviation=0.06)
+    random_folder.make(tmp_path / "model", random_folder.config_of("tiny-moe"), deviation=0.06)
     conditions = ["--conditions", "plain", "samples", "preempted"]
     assert compared(tmp_path, str(tmp_path / "model"), scheme, *conditions, *replay) == 3
 
