@@ -39,8 +39,8 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.models.params import part_of, path_of, united
-from qarl_jax.models.transformer import partners, quantizable
+from qarl_jax.models.params import part_of, united
+from qarl_jax.models.transformer import quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
@@ -206,36 +206,7 @@ class Learner:
           read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments; the
             model's config follows.
         """
-        learns = self.trainable.learns
-        options: dict[str, Any] = {"mesh": self.mesh, "frozen": lambda path: not learns(path)}
-        if not self.trainable.freeze:
-            return nnx.from_flat_state(list(read_leaves(*source, self.config, **options))), None
-        parts = pieces.cut(self.config)
-        abstract = models.abstract_model(parts)
-        graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
-        hold = jax.jit(functools.partial(self.trainable.held, graphdef))
-        learned: list[nnx.State] = []
-        frozen: list[nnx.State] = []
-        waiting: dict[str, Any] = {}
-        for keys, variable in read_leaves(*source, parts, **options):
-            path = path_of(keys, variable)
-            if learns(path) or isinstance(variable, models.Quantized):  # the second was released so
-                (learned if learns(path) else frozen).append(nnx.from_flat_state([(keys, variable)]))
-                continue
-            waiting[path] = keys, variable
-            together = path, *beside.get(path, ())
-            if waiting.keys() >= set(together):
-                own = [waiting.pop(path) for path in together]
-                with sharding.launching(self.mesh):
-                    frozen.append(hold(nnx.from_flat_state(own)))
-                for _, master in own:
-                    master.get_value().delete()  # and not when a collector comes
-        if waiting:  # for one that learns: refused
-            frozen.append(hold(nnx.from_flat_state(list(waiting.values()))))
-        with sharding.launching(self.mesh):
-            return pieces.joined(united(*learned), parts, self.config), pieces.joined(
-                united(*frozen), parts, self.config
-            )
+        return pieces.read(self.trainable, self.config, self.mesh, functools.partial(read_leaves, *source))
 
     def hold(self, frozen: Any) -> None:
         """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""
@@ -351,10 +322,10 @@ class Learner:
                 return program.lower(*arguments).compile()
 
         sources = [(self._quantizer(self.graphdef), state.params)]
-        if self.trainable.freeze:  # leaf by leaf, as a policy is read (`build.load_policy`)
+        if self.trainable.freeze:  # as a policy is read (`build.load_policy`)
             frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
             holder = self._holder(self.trainable)
-            sources += [(holder, nnx.from_flat_state([leaf])) for leaf in nnx.to_flat_state(frozen)]
+            sources += [(holder, group) for group in pieces.together(self.config, frozen)]
         programs = [compiled("quantization", *source) for source in sources]
         with jax.set_mesh(self.mesh):
             made = [jax.eval_shape(*source) for source in sources]

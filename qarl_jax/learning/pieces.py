@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts large stacks of layers, so that a frozen base is made some layers at a time, and joins what was made.
+"""Reads a policy whose base is frozen: its stacks are cut, made some layers at a time, and joined.
 
 A stack of 64 layers of one 27648 x 5120 weight is 17 GiB in bfloat16, and nvfp4 needs gate and up together. The stack's
 QTensor is 5 GiB. A device that has room for the base must not need room for two masters of such a stack.
@@ -9,16 +9,67 @@ QTensor is 5 GiB. A device that has room for the base must not need room for two
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from qarl_jax import models
+from qarl_jax.learning.trainable import Trainable
+from qarl_jax.models.params import path_of, united
+from qarl_jax.models.transformer import partners, quantizable
+from qarl_jax.runtime import mesh as sharding
 
 BYTES = 4 << 30  # of the masters of one weight, in bfloat16
+
+
+def read(
+    trainable: Trainable, config: models.ModelConfig, mesh: Mesh, read_leaves: Callable[..., Iterable[tuple[Any, Any]]]
+) -> tuple[Any, Any]:
+    """`Learner.read`. read_leaves: of a config, a mesh, and whether a path is frozen."""
+    learns = trainable.learns
+    options: dict[str, Any] = {"mesh": mesh, "frozen": lambda path: not learns(path)}
+    if not trainable.freeze:
+        return nnx.from_flat_state(list(read_leaves(config, **options))), None
+    parts = cut(config)
+    abstract = models.abstract_model(parts)
+    graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
+    hold = jax.jit(functools.partial(trainable.held, graphdef))
+    learned: list[nnx.State] = []
+    frozen: list[nnx.State] = []
+    waiting: dict[str, Any] = {}
+    for keys, variable in read_leaves(parts, **options):
+        path = path_of(keys, variable)
+        if learns(path) or isinstance(variable, models.Quantized):  # the second was released so
+            (learned if learns(path) else frozen).append(nnx.from_flat_state([(keys, variable)]))
+            continue
+        waiting[path] = keys, variable
+        group = path, *beside.get(path, ())
+        if waiting.keys() >= set(group):
+            own = [waiting.pop(path) for path in group]
+            with sharding.launching(mesh):
+                frozen.append(hold(nnx.from_flat_state(own)))
+            for _, master in own:
+                master.get_value().delete()  # and not when a collector comes
+    if waiting:  # for one that learns: refused
+        frozen.append(hold(nnx.from_flat_state(list(waiting.values()))))
+    with sharding.launching(mesh):
+        return joined(united(*learned), parts, config), joined(united(*frozen), parts, config)
+
+
+def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
+    """The entries of `state` in groups whose QTensors share a number, most of them of one entry."""
+    beside = partners(config, quantizable(models.abstract_model(config)))
+    groups: dict[frozenset[str], list[Any]] = {}
+    for keys, variable in nnx.to_flat_state(state):
+        path = path_of(keys, variable)
+        groups.setdefault(frozenset((path, *beside.get(path, ()))), []).append((keys, variable))
+    return [nnx.from_flat_state(group) for group in groups.values()]
 
 
 def cut(config: models.ModelConfig) -> models.ModelConfig:

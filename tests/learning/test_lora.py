@@ -143,6 +143,8 @@ def test_frozen_masters_wait_for_those_that_nvfp4_has_one_number_of(tmp_path):
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))
     held = models.by_path(build.load_policy(cfg, learner)[1])
     graphdef, params = tiny.load_model(dataclasses.replace(cfg, lora=None), learner.mesh)
+    for group in pieces.together(learner.config, params):  # as their programs are compiled ahead
+        jax.eval_shape(functools.partial(models.quantize_params, graphdef), group)
     wanted = models.by_path(models.quantize_params(graphdef, params))
     assert len(wanted) == 7
     assert has_same_bits({path: held[path] for path in wanted}, wanted)
