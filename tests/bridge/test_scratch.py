@@ -80,3 +80,13 @@ def test_what_a_killed_process_held_is_swept_and_what_a_live_one_holds_is_not(te
     assert {entry.path for entry in os.scandir(temporary)} == {mine.path, another.path, str(other), str(foreign)}
     mine.close()
     another.close()
+
+
+def test_a_folder_that_another_process_sweeps_at_the_same_moment_is_no_error(temporary, monkeypatch):
+    """Four processes of a run that start again together once failed here."""
+    (temporary / "kind-1").mkdir()
+    entries = list(os.scandir(temporary))
+    (temporary / "kind-1").rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.os, "scandir", lambda folder: entries)
+        scratch.sweep("kind-", str(temporary))

@@ -72,9 +72,11 @@ def _short(kind: str) -> str:
 def sweep(kind: str, folder: str) -> None:
     """Remove this user's folders of a kind in `folder` that no process holds."""
     for entry in os.scandir(folder):
-        if not entry.name.startswith(kind) or entry.is_symlink() or entry.stat().st_uid != os.getuid():
+        if not entry.name.startswith(kind) or entry.is_symlink():
             continue
         try:
+            if entry.stat().st_uid != os.getuid():
+                continue
             lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
             continue  # not one of ours, or removed meanwhile
