@@ -139,7 +139,7 @@ class Folders:
     def of(self, shapes: str, layers: int) -> str:
         folder = self.root / f"{shapes}-{layers}"
         if not folder.exists():
-            random_folder.make(folder, shapes, layers=layers, weights=False)
+            random_folder.make(folder, random_folder.config_of(shapes, layers), weights=False)
         return str(folder)
 
 

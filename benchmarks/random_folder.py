@@ -43,12 +43,21 @@ def drawn(shape: tuple[int, ...], deviation: float, seed: int, number: int) -> n
     return bits.astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
+def config_of(name: str, layers: int = 0) -> models.ModelConfig:
+    """The ModelConfig of a key of `shapes.SIZES`. layers: 0, the model's own."""
+    return shapes.model_config(shapes.Setting(model=name, scheme="bf16", layers=layers))
+
+
 def make(
-    folder: pathlib.Path, name: str, deviation: float = 0.02, seed: int = 0, *, layers: int = 0, weights: bool = True
+    folder: pathlib.Path,
+    config: models.ModelConfig,
+    deviation: float = 0.02,
+    seed: int = 0,
+    *,
+    weights: bool = True,
 ) -> None:
-    """Writes the folder; config.json comes last. layers: 0, the model's own."""
+    """Writes the folder; config.json comes last."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = shapes.model_config(shapes.Setting(model=name, scheme="bf16", layers=layers))
     if weights:
         _weights(folder, config, deviation, seed)
     words = ["<pad>", "<eos>", "<unk>"] + [f"w{number}" for number in range(3, config.vocab_size)]
@@ -103,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=0, help="0: the model's own")
     parser.add_argument("--no-weights", action="store_true", help="for model.init=random")
     args = parser.parse_args(argv)
-    make(args.out, args.shapes, args.deviation, args.seed, layers=args.layers, weights=not args.no_weights)
+    make(args.out, config_of(args.shapes, args.layers), args.deviation, args.seed, weights=not args.no_weights)
     return 0
 
 

@@ -5,6 +5,7 @@
     python -m benchmarks.step_gpu --shapes 4b --folder /tmp/4b --case w8a8 --batch 128 --out results.jsonl
     python -m benchmarks.step_gpu --shapes 30b-a3b --cards 2 --folder /tmp/30b --case w4a16 --steps 5
     python -m benchmarks.step_gpu --shapes 30b-a3b --layers 8 --folder /tmp/30b-8 --case w4a16
+    python -m benchmarks.step_gpu --recipe configs/gpu/recipes.yaml --folder /tmp/4b arm=1x80
 
 Each call is one case and ends within ten minutes; a folder that does not exist is made first, without weights: the run
 draws random ones on its devices. `--cards` spreads the learner over so many, with an engine on each. An MoE
@@ -15,6 +16,9 @@ Cases:
     bf16            sampler and learner in bf16
     w8a8 fp8 w4a16  learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic
     w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout); fp8 and w4a16, too
+
+`--recipe` runs a config at its own lengths instead, with random weights in the shapes that its model's name stands for.
+Prompts and reward are the folder's; nothing is evaluated. The words after the options go on to the run, an arm first.
 
 `--batch` responses of `--response-len` tokens make `--updates` updates. The first step warms up; the line of JSON holds
 means over the `--steps` after it: tokens per second of the sampler and of the step, seconds per phase (`time/*`), k3
@@ -45,10 +49,12 @@ import numpy as np
 
 from benchmarks import random_folder, shapes
 from benchmarks.memory_draws import finished, most_used
+from qarl_jax import models
 from qarl_jax.memory import choose
 from qarl_jax.memory import plan as planner
 from qarl_jax.memory.learner import GIB
 from qarl_jax.metrics import phases
+from qarl_jax.models import published
 from qarl_jax.observe import recorder
 from qarl_jax.run import config
 from qarl_jax.types import UserError
@@ -59,23 +65,43 @@ CASES = ("bf16", *SCHEMES, *(f"{scheme}-rollout" for scheme in SCHEMES))
 PROMPT_LEN, SAMPLES = 64, 8
 
 
+def shared(args: argparse.Namespace, folder: str, run_dir: str) -> dict[str, Any]:
+    """The settings of every run: random weights, a folder's prompts and reward, no evaluation."""
+    return {
+        "model.path": folder,
+        "model.init": "random",
+        "run_dir": run_dir,
+        "data.source": f"{{name: jsonl, path: {folder}/prompts.jsonl}}",
+        "data.template": "{{ question }}",
+        "reward": f'{{name: python, path: "{folder}/reward.py:graded"}}',
+        "train.steps": 1 + args.steps,
+        "checkpoint.every": int(bool(args.run_dir)),
+        "checkpoint.keep": 1,
+        "checkpoint.at_end": "false",
+        "eval.every": 0,
+        "eval.at_start": "false",
+        "eval.at_end": "false",
+        "log.view": "lines",
+    }
+
+
+def of_recipe(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
+    """The command-line settings of a recipe's run."""
+    values = shared(args, folder, run_dir) | {"data.system": "", "data.holdout": 0}
+    return [*args.overrides, *(f"{key}={value}" for key, value in values.items())]
+
+
 def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     """The command-line settings of a case."""
     scheme, _, rollout = args.case.partition("-")
     prompts = args.batch // SAMPLES
     longest = PROMPT_LEN + args.response_len
-    values: dict[str, Any] = {
-        "model.path": folder,
-        "model.init": "random",
+    values: dict[str, Any] = shared(args, folder, run_dir) | {
         "model.remat": "auto",
-        "run_dir": run_dir,
         "quant.forward": "bf16" if rollout else scheme,
         "quant.engine": "plain" if rollout else "auto",
         "quant.kernels": "auto",
-        "data.source": f"{{name: jsonl, path: {folder}/prompts.jsonl}}",
-        "data.template": "{{ question }}",
         "data.max_prompt_len": PROMPT_LEN,
-        "reward": f'{{name: python, path: "{folder}/reward.py:graded"}}',
         "rollout.num_samples_per_prompt": SAMPLES,
         "rollout.max_response_len": args.response_len,
         "rollout.engine.max_model_len": longest,
@@ -84,19 +110,11 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
         "rollout.engine.transport": "auto",
         "rollout.engine.arithmetic": args.arithmetic,
         "optimizer.offload": "auto",
-        "train.steps": 1 + args.steps,
         "train.prompts_per_step": prompts,
         "train.prompts_per_update": prompts // args.updates,
         "train.micro_batch_rows": args.rows,
         "train.row_len": 4 * longest,
         "train.max_segments": 8,
-        "checkpoint.every": int(bool(args.run_dir)),
-        "checkpoint.keep": 1,
-        "checkpoint.at_end": "false",
-        "eval.every": 0,
-        "eval.at_start": "false",
-        "eval.at_end": "false",
-        "log.view": "lines",
         "log.samples_per_step": 16,
         "log.sample_tokens": 2 * longest,
     }
@@ -144,11 +162,11 @@ def fitting(words: list[str], size: int | None) -> list[str]:
     return [*words, *advised]
 
 
-def planned(words: list[str], size: int | None) -> dict[str, float]:
+def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:
     """GiB by part of a card's plan; nothing without a card."""
     if size is None:
         return {}
-    _, plan = choose.settle(config.load(CONFIG, words), size)
+    _, plan = choose.settle(config.load(file, words), size)
     assert plan is not None
     parts = {f"learner: {name}": n for name, n in plan.learner.items()} | {"JAX takes": int(plan.fraction * size)}
     parts |= {"staging": plan.staging} | {f"engine: {name}": n for name, n in plan.engine.items()}
@@ -198,9 +216,16 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
     }
 
 
+def named(args: argparse.Namespace) -> models.ModelConfig:
+    """The shapes of a recipe's model, by its name; with fewer layers where the command says so."""
+    with published.folder(config.load(args.recipe, args.overrides).model.path) as folder:
+        return models.read_config(folder, **({"num_layers": args.layers} if args.layers else {}))
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", choices=shapes.SIZES, default="4b")
+    parser.add_argument("--recipe", default="", help="a config to run instead of a case")
     parser.add_argument("--folder", required=True, help="a model folder; made where there is none")
     parser.add_argument("--layers", type=int, default=0, help="of a new folder's model; 0: all")
     parser.add_argument("--cards", type=int, default=1, help="that the learner is spread over, with an engine on each")
@@ -227,19 +252,25 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     began = time.perf_counter()
     folder = pathlib.Path(args.folder).absolute()
+    file = args.recipe or CONFIG
     if not (folder / "config.json").exists():
-        random_folder.make(folder, args.shapes, args.deviation, layers=args.layers, weights=False)
+        shape = named(args) if args.recipe else random_folder.config_of(args.shapes, args.layers)
+        random_folder.make(folder, shape, args.deviation, weights=False)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = pathlib.Path(args.run_dir or f"{scratch}/run").absolute()
-        words = fitting(overrides(args, str(folder), str(run_dir)), planner.capacity())
-        command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
+        if args.recipe:
+            words = of_recipe(args, str(folder), str(run_dir))
+        else:
+            words = fitting(overrides(args, str(folder), str(run_dir)), planner.capacity())
+        command = [sys.executable, "-m", "qarl_jax.train", "--config", file, *words]
         log = args.log or f"{scratch}/log"
-        plan = planned(words, planner.capacity())
+        plan = planned(file, words, planner.capacity())
         with contextlib.ExitStack() as stack:
             most = [stack.enter_context(most_used(ordinal)) for ordinal in range(args.cards)]
             code = finished(command, log, args.limit_s - (time.perf_counter() - began))
-        found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
-        found |= {"cards": args.cards, "layers": args.layers, "arithmetic": args.arithmetic, "planned_gib": plan}
+        case = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "layers": args.layers}
+        found: dict[str, Any] = {"recipe": args.recipe} if args.recipe else case
+        found |= {"code": code, "cards": args.cards, "arithmetic": args.arithmetic, "planned_gib": plan}
         found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
         told = ("execution", "publishing over")

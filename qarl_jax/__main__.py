@@ -22,6 +22,7 @@ VERBS = {
     "doctor": "qarl_jax.doctor",
     "advise": "qarl_jax.advise.command",
     "evaluate": "qarl_jax.run.evaluation",
+    "watch": "qarl_jax.observe.live",
     "plot": "qarl_jax.plot",
     "export": "qarl_jax.run.export",
     "convert": "qarl_jax.convert",

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_jax.observe import html_report, live
+from qarl_jax.observe import html_report
 from qarl_jax.observe.curves import Chart, Run, charts, load_runs
 from qarl_jax.observe.recorder import folder_of, lines_of
 from qarl_jax.types import UserError, command, did_you_mean, entry_point
@@ -255,15 +255,6 @@ def _draw(axes: Any, chart: Chart) -> None:
         axes.legend(handles=list(shown.values()), fontsize=8, framealpha=0.7, edgecolor="none")
 
 
-def watch(runs: Sequence[str], host: str, port: int, extra: Sequence[str]) -> int:
-    """Serves the page of runs until Ctrl-C; returns the exit code."""
-    with live.Server(runs, host, port, extra) as server:
-        print(f"{', '.join(run.name for run in server.runs)}: {server.url}   (Ctrl-C ends it)", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
-    return 0
-
-
 def draw(paths: Sequence[str], out: Path, *, window: int = 5, extra: Sequence[str] = (), steps: int = 12) -> list[Path]:
     """Draws runs into the folder `out`: report.html and, where matplotlib is installed, figures. Returns the files.
 
@@ -308,9 +299,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog=command("plot"), description="Curves of runs, side by side.")
     parser.add_argument("runs", nargs="+", help="run directories")
-    parser.add_argument("--watch", action="store_true", help="serve the report as a page that follows runs that train")
-    parser.add_argument("--host", default="127.0.0.1", help="with --watch: elsewhere than here the page needs a token")
-    parser.add_argument("--port", type=int, default=8265, help="with --watch (default: 8265; 0: any that is free)")
     parser.add_argument("--out", help="directory for figures and report (default: the run's; of several runs, figures)")
     parser.add_argument("--window", type=int, default=5, help="steps of the running mean (default: 5)")
     parser.add_argument("--metric", action="append", default=[], help="one more metric to show; may be repeated")
@@ -322,8 +310,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--window must be at least 1, got {args.window}.")
     if args.report_steps < 0:
         raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
-    if args.watch:
-        return watch(args.runs, args.host, args.port, args.metric)
     out = Path(args.out or (folder_of(args.runs[0]) if len(args.runs) == 1 else "figures"))
     drawn = draw(args.runs, out, window=args.window, extra=args.metric, steps=args.report_steps)
     if len(drawn) == 1:

@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -260,7 +261,9 @@ class _Warnings(logging.Handler):
 
 def command(verb: str) -> str:
     """Words the command that runs a verb, as the user types it: "qarl train" or "python -m qarl_jax.train"."""
-    return f"qarl {verb}" if os.path.basename(sys.argv[0]) == "qarl" else f"python -m qarl_jax.{verb}"
+    if os.path.basename(sys.argv[0]) == "qarl":
+        return f"qarl {verb}"
+    return f"python -m qarl_jax{'.' if importlib.util.find_spec(f'qarl_jax.{verb}') else ' '}{verb}"
 
 
 class Parser(argparse.ArgumentParser):

@@ -150,7 +150,7 @@ def test_the_price_of_batch_invariance_is_the_ratio_of_two_live_engines(capsys):
 
 
 def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path):
-    random_folder.make(tmp_path, "tiny", deviation=0.05)
+    random_folder.make(tmp_path, random_folder.config_of("tiny"), deviation=0.05)
     model = models.load_hf(tmp_path)
     kernel = np.asarray(models.by_path(models.split(model)[1])["embed.kernel"])
     assert kernel.std() == pytest.approx(0.05, rel=0.02)
@@ -162,6 +162,21 @@ def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path
 def test_unequal_tokens_are_counted_to_the_last_one_over_all_steps():
     records = [{"train/tokens": 131072.0, "mismatch/exact": float(np.float32(1 - n / 131072))} for n in (0, 1, 77)]
     assert step_gpu.unequal_tokens(records) == (78, 3 * 131072)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arm", "layers", "longest"),
+    [
+        ("configs/gpu/recipes.yaml", "1x80_lora", 64, 2048),
+        ("configs/papers/qwen3_8b_base.yaml", "tbpo_w8a8", 36, 16384),
+        ("configs/papers/qwen3_30b_a3b_base.yaml", "tbpo", 48, 16384),
+    ],
+)
+def test_a_recipe_is_run_at_its_own_shapes_and_lengths(recipe, arm, layers, longest, tmp_path):
+    args = step_gpu.build_parser().parse_args(["--recipe", recipe, "--folder", str(tmp_path), f"arm={arm}"])
+    assert step_gpu.named(args).num_layers == layers
+    cfg = config.load(recipe, step_gpu.of_recipe(args, str(tmp_path), str(tmp_path / "run")))
+    assert (cfg.rollout.max_response_len, cfg.train.steps, cfg.model.init) == (longest, 3, "random")
 
 
 @pytest.mark.parametrize("case", step_gpu.CASES)

@@ -111,7 +111,7 @@ def test_from_wheels_in_an_empty_folder_the_quickstart_trains_and_a_new_run_does
     qarl = str(environment / "bin" / "qarl")
     small = ["train.steps=2", "train.prompts_per_step=16", "train.prompts_per_update=8", "eval.num_prompts=32"]
     assert "  train " in call(qarl)
-    assert "next:\n  qarl plot --watch runs/quickstart" in call(qarl, "train", "quickstart", *small)
+    assert "next:\n  qarl watch runs/quickstart" in call(qarl, "train", "quickstart", *small)
     call(qarl, "init", "mine/")
     call(qarl, "train", "mine", *small)
     assert "0 failed" in call(qarl, "doctor", "quickstart")

@@ -29,6 +29,7 @@ from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts
 from qarl_jax.runtime import compilation, processes, progress, startup
+from qarl_jax.types import command
 from qarl_jax.verify import alignment
 
 
@@ -129,7 +130,7 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
-        self.observer.say(f"to follow it in a browser: python -m qarl_jax.plot --watch {cfg.run_dir}")
+        self.observer.say(f"to follow it in a browser: {command('watch')} {cfg.run_dir}")
         if (facts := self.engine.facts) is not None:
             self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
         self._at_start = self._measured(0) if cfg.eval.at_start and self.start == 0 else None

@@ -187,7 +187,7 @@ def next_steps(cfg: RunConfig) -> list[str]:
     """The commands that most people want once a run has ended, as lines."""
     run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
     lines = {
-        f"{command('plot')} --watch {run}": "its page; report.html in its folder is the same as a file",
+        f"{command('watch')} {run}": "its page; report.html in its folder is the same as a file",
         f"{command('evaluate')} --checkpoint {run}": "its policy on held-out prompts",
         f"{command('export')} --checkpoint {run} --format hf --out models/{name}": "as a model folder",
     }

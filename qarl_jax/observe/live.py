@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the page of runs while they train: `python -m qarl_jax.plot --watch RUN [RUN ...]`.
+"""`qarl watch RUN [RUN ...]`: the report as a live page in a browser, while runs train or later.
 
     GET /                        the page
     GET /data?have=[{...}, ...]  per run what came since `have`, and what the reader then has
@@ -14,12 +14,15 @@ the browser sends it as a cookie. It speaks plain HTTP: over a network that othe
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hmac
 import http.server
 import ipaddress
 import json
 import secrets
 import socket
+import sys
 import threading
 import urllib.parse
 from collections.abc import Sequence
@@ -30,7 +33,7 @@ from typing import Any
 from qarl_jax.observe import curves, html_report
 from qarl_jax.observe.recorder import folder_of
 from qarl_jax.observe.run_data import RunData
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, command, entry_point
 
 COOKIE = "qarl_token"
 AT_ONCE = 16 << 20
@@ -176,3 +179,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@entry_point
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; serves until Ctrl-C and returns the exit code."""
+    parser = argparse.ArgumentParser(prog=command("watch"), description="Serves the page of runs, side by side.")
+    parser.add_argument("runs", nargs="+", help="run directories, or a folder of them")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on; elsewhere than here the page needs a token")
+    parser.add_argument("--port", type=int, default=8265, help="to listen on (default: 8265; 0: any that is free)")
+    parser.add_argument("--metric", action="append", default=[], help="one more metric to show; may be repeated")
+    args = parser.parse_args(argv)
+    with Server(args.runs, args.host, args.port, args.metric) as server:
+        print(f"{', '.join(run.name for run in server.runs)}: {server.url}   (Ctrl-C ends it)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

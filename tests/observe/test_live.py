@@ -13,7 +13,6 @@ import urllib.request
 
 import pytest
 
-from qarl_jax import plot
 from qarl_jax.observe import html_report, live
 from qarl_jax.types import UserError
 from tests.reference.pages import SAMPLES, browse, browser, said, sample, with_script, write_run
@@ -131,9 +130,9 @@ def test_a_port_that_is_taken_and_a_strange_host_are_one_sentence(tmp_path, serv
 
 
 @pytest.mark.slow  # five seconds: a process
-def test_plot_watch_says_where_the_page_is(tmp_path):
+def test_watch_says_where_the_page_is(tmp_path):
     run = write_run(tmp_path / "a")
-    command = [sys.executable, "-m", "qarl_jax.plot", "--watch", str(run), "--port", "0"]
+    command = [sys.executable, "-m", "qarl_jax", "watch", str(run), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
@@ -142,7 +141,7 @@ def test_plot_watch_says_where_the_page_is(tmp_path):
             assert "<title>a · qarl_jax</title>" in page
         finally:
             process.terminate()
-    assert plot.main(["--watch", str(tmp_path / "none" / "x")]) == 2
+    assert live.main([str(tmp_path / "none" / "x")]) == 2
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------

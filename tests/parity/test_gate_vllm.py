@@ -34,7 +34,7 @@ def test_no_token_differs_whatever_a_rollout_with_adapters_meets(tmp_path):
 @pytest.mark.parametrize("replay", [["--replay"], []], ids=["the engine's experts", "the learner's own"])
 def test_no_token_of_an_moe_model_differs(replay, tmp_path):
     pytest.importorskip("vllm")
-    random_folder.make(tmp_path / "model", "tiny-moe", deviation=0.06)
+    random_folder.make(tmp_path / "model", random_folder.config_of("tiny-moe"), deviation=0.06)
     conditions = ["--conditions", "plain", "samples", "preempted"]
     assert compared(tmp_path, str(tmp_path / "model"), "w8a8", *conditions, *replay) == 3
 

@@ -90,8 +90,8 @@ def test_a_finished_run_started_again_with_another_setting_changes_nothing(world
     if setting in OTHERS:
         assert told.out.startswith(f"done: {world.run_dir} has trained step {STEPS}, its last")
         assert told.out.count("\n") == 5  # nothing that an "auto" came to is told as another setting
-        for command in ("plot --watch", "evaluate --checkpoint", "export --checkpoint"):
-            assert f"python -m qarl_jax.{command} {world.run_dir}" in told.out
+        for command in (" watch", ".evaluate --checkpoint", ".export --checkpoint"):
+            assert f"python -m qarl_jax{command} {world.run_dir}" in told.out
     else:
         name = "quant.engine" if setting == "rollout.engine" else setting
         assert f"{name} " in told.err

@@ -103,7 +103,7 @@ def test_the_gate_passes_only_if_tokens_are_equal_controls_are_found_and_conditi
 @pytest.mark.nightly
 def test_a_changed_code_is_found_in_its_block_of_a_live_engine_that_records_experts(tmp_path):
     pytest.importorskip("vllm")
-    random_folder.make(tmp_path / "model", "tiny-moe", deviation=0.06)
+    random_folder.make(tmp_path / "model", random_folder.config_of("tiny-moe"), deviation=0.06)
     weights = ladder.load(str(tmp_path / "model"), "w8a8", "cpu")
     options = ladder.Options(prompts=1, prompt_len=60, response_len=1, threads=1)
     engine = VllmEngine(options.engine(models.config_of(weights.graphdef)), run_id="gate")
