@@ -87,5 +87,6 @@ def test_a_folder_that_another_process_sweeps_at_the_same_moment_is_no_error(tem
     (temporary / "kind-1").mkdir()
     entries = list(os.scandir(temporary))
     (temporary / "kind-1").rmdir()
-    monkeypatch.setattr(scratch.os, "scandir", lambda folder: entries)
-    scratch.sweep("kind-", str(temporary))
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.os, "scandir", lambda folder: entries)
+        scratch.sweep("kind-", str(temporary))

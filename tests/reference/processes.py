@@ -27,7 +27,7 @@ def launch(arguments, *, count=2, devices=1, port=None, slurm=False, programs=No
     for number in range(count):
         environment = tiny.environment(programs)
         flags = re.sub(r"device_count=\d+", f"device_count={devices}", environment["XLA_FLAGS"])
-        environment |= {"XLA_FLAGS": flags, "PYTHONPATH": str(tiny.ROOT), "PORT": str(port)}
+        environment |= {"XLA_FLAGS": flags, "PYTHONPATH": f"{tiny.ROOT}:{tiny.ROOT / 'bridge'}", "PORT": str(port)}
         if slurm:  # what srun sets for each task
             environment |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
             environment |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
