@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from qarl_bridge.protocol import formats
 
 from qarl_jax import models, quant
 from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
@@ -46,6 +45,7 @@ from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.quant import QTensor
+from qarl_jax.quant.qtensor import moved_codes
 from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import LossInputs, TrainBatch, UserError
@@ -133,21 +133,11 @@ def code_flips(before: Any, after: Any) -> dict[str, Mean]:
     for (path, old), new in pairs:
         name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
         inside = tuple(range(name.startswith("stacks."), old.ndim))
-        moved = [_moved(old, new, array) for array in old.scheme.wire.arrays if array.name.startswith("codes")]
-        rows = functools.reduce(jnp.logical_or, moved).sum(-1, dtype=jnp.int32)  # a float32 counts to 2^24 alone
+        rows = moved_codes(old, new).sum(-1, dtype=jnp.int32)  # a float32 counts to 2^24 alone
         changed = rows.astype(jnp.float32).sum(inside[:-1])
         count = math.prod(old.shape[axis] for axis in inside)
         out[name] = Mean(changed, jnp.full_like(changed, count))
     return out
-
-
-def _moved(old: QTensor, new: QTensor, array: formats.Array) -> jax.Array:
-    """Marks the codes that differ in an array that holds them, or a part of each: bool [..., N, K]."""
-    width = 8 * array.dtype.itemsize // array.inputs
-    words = (jax.lax.bitcast_convert_type(x.arrays[array.name], f"uint{width * array.inputs}") for x in (old, new))
-    bits = jax.lax.bitwise_xor(*words)[..., None]
-    shifts = jnp.arange(0, 8 * array.dtype.itemsize, width, dtype=bits.dtype).reshape((1,) * (bits.ndim - 1) + (-1,))
-    return ((bits >> shifts) & (2**width - 1) != 0).reshape(old.shape)
 
 
 def changed_share(flips: Mapping[str, Mean]) -> float:
