@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qarl_bridge.protocol import formats
 
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, TrainState
@@ -22,6 +20,7 @@ from qarl_jax.learning.trainable import joined
 from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling
 from qarl_jax.quant import QTensor
+from qarl_jax.quant.qtensor import moved_codes
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, norm_noise
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
@@ -167,21 +166,11 @@ def code_flips(before: Any, after: Any) -> dict[str, Mean]:
     for (path, old), new in pairs:
         name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
         inside = tuple(range(name.startswith("stacks."), old.ndim))
-        moved = [_moved(old, new, array) for array in old.scheme.wire.arrays if array.name.startswith("codes")]
-        rows = functools.reduce(jnp.logical_or, moved).sum(-1, dtype=jnp.int32)  # a float32 counts to 2^24 alone
+        rows = moved_codes(old, new).sum(-1, dtype=jnp.int32)  # a float32 counts to 2^24 alone
         changed = rows.astype(jnp.float32).sum(inside[:-1])
         count = math.prod(old.shape[axis] for axis in inside)
         out[name] = Mean(changed, jnp.full_like(changed, count))
     return out
-
-
-def _moved(old: QTensor, new: QTensor, array: formats.Array) -> jax.Array:
-    """Marks the codes that differ in an array that holds them, or a part of each: bool [..., N, K]."""
-    width = 8 * array.dtype.itemsize // array.inputs
-    words = (jax.lax.bitcast_convert_type(x.arrays[array.name], f"uint{width * array.inputs}") for x in (old, new))
-    bits = jax.lax.bitwise_xor(*words)[..., None]
-    shifts = jnp.arange(0, 8 * array.dtype.itemsize, width, dtype=bits.dtype).reshape((1,) * (bits.ndim - 1) + (-1,))
-    return ((bits >> shifts) & (2**width - 1) != 0).reshape(old.shape)
 
 
 def changed_share(flips: Mapping[str, Mean]) -> float:

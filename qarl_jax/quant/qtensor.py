@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from qarl_jax.types import UserError
 
@@ -56,6 +58,22 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
+
+
+def moved_codes(old: QTensor, new: QTensor) -> jax.Array:
+    """Marks the codes that differ between two QTensors of a scheme, bool [..., N, K]; a code may lie in two arrays."""
+
+    def differ(array: Any) -> jax.Array:
+        width = 8 * array.dtype.itemsize // array.inputs
+        words = (
+            jax.lax.bitcast_convert_type(x.arrays[array.name], f"uint{8 * array.dtype.itemsize}") for x in (old, new)
+        )
+        bits = jax.lax.bitwise_xor(*words)[..., None]
+        shifts = jnp.arange(0, width * array.inputs, width, dtype=bits.dtype).reshape((1,) * (bits.ndim - 1) + (-1,))
+        return ((bits >> shifts) & (2**width - 1) != 0).reshape(old.shape)
+
+    parts = [array for array in old.scheme.wire.arrays if array.name.startswith("codes")]
+    return functools.reduce(jnp.logical_or, map(differ, parts))
 
 
 def inputs_of(whole: Any, shard: int, shards: int) -> Any:
