@@ -28,6 +28,7 @@ from qarl_jax.models.hf.weights import (
 from qarl_jax.models.layers import Quantized
 from qarl_jax.models.params import (
     abstract_model,
+    at_width,
     by_path,
     config_of,
     fold_adapters,

@@ -233,6 +233,12 @@ def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int 
     return split(abstract_model(other))[0]
 
 
+def at_width(model: nnx.GraphDef | Transformer, bits: int) -> nnx.GraphDef:
+    """The graphdef of the same model at another width of its 8-bit grid (`quant.at_width`)."""
+    rules = config_of(model).quant.rules
+    return with_scheme(model, Rules(tuple((pattern, quant.at_width(scheme, bits)) for pattern, scheme in rules)))
+
+
 def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx.State:
     """Masters -> the QTensors of every weight that the model's scheme covers: once per optimizer update, jit-able.
 

@@ -16,9 +16,12 @@ from qarl_jax.quant.rules import Rules
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import (
     SCHEMES,
+    WIDTHS,
+    at_width,
     check_quantizable,
     dequantize,
     on_engine,
+    over_widths,
     parse_scheme,
     quantize,
     quantizes_activations,

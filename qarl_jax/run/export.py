@@ -10,6 +10,8 @@
 A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
 is quantized under the last of its schemes.
 
+`--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
+
 Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
 
 DIR is a run folder (runs/quickstart: its newest checkpoint) or one step of it (runs/quickstart/checkpoints/step_...).
@@ -51,21 +53,24 @@ KEPT = (
 )
 
 
-def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str) -> None:
+def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str, bits: int | None = None) -> None:
     """Writes the policy of a checkpoint as a model folder.
 
     Args:
       source: run folder or step folder. out: folder to make; must not exist, or be empty.
       kind: one of FORMATS.
+      bits: with compressed-tensors: the width of the run's 8-bit grid that is written; None: the rollout scheme's.
 
     Raises:
-      UserError: unknown format, no checkpoint, `out` in use, a bf16 run asked for compressed-tensors, or a run without
-        adapters, or with gains that learn, for peft.
+      UserError: unknown format, a width that the run's scheme does not have, no checkpoint, `out` in use, a bf16 run
+        asked for compressed-tensors, or a run without adapters, or with gains that learn, for peft.
     """
     if kind not in FORMATS:
         raise UserError(f"--format {kind}: choose one of {', '.join(FORMATS)}")
+    if bits is not None and kind != "compressed-tensors":
+        raise UserError(f"--bits {bits} is for --format compressed-tensors: {kind} has no codes.")
     with on_disk.whole_folder(out) as staging:
-        _export(source, staging, kind)
+        _export(source, staging, kind, bits)
 
 
 def export_model(model: str | os.PathLike[str], scheme: str, out: str | os.PathLike[str]) -> None:
@@ -85,7 +90,7 @@ def export_model(model: str | os.PathLike[str], scheme: str, out: str | os.PathL
         write_quantized(graphdef, masters, qweights, staging)
 
 
-def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> None:
+def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: int | None) -> None:
     """`export` into an existing folder."""
     checkpoints, step = checkpoint.find(source)
     cfg = stamp.config_of(source)
@@ -111,6 +116,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
         models.save_hf(models.merge_adapters(whole), out)
     else:
         rollout = build.rollout_graphdef(cfg, graphdef)
+        rollout = rollout if bits is None else models.at_width(rollout, bits)
         write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)
 
 
@@ -169,15 +175,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, help="needed with --checkpoint; with --model compressed-tensors")
     parser.add_argument("--scheme", help="with --model: w4a16, w2a16:g64, ...")
     parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
     args = parser.parse_args(argv)
     if args.model is not None:
-        if args.scheme is None or args.format not in (None, "compressed-tensors"):
-            parser.error("--model is quantized: give --scheme, and no --format but compressed-tensors")
+        if args.scheme is None or args.bits is not None or args.format not in (None, "compressed-tensors"):
+            parser.error("--model is quantized: give --scheme, no --bits, and no --format but compressed-tensors")
         export_model(args.model, args.scheme, args.out)
     elif args.format is None or args.scheme is not None:
         parser.error("--checkpoint needs --format, and takes no --scheme: its run has one")
     else:
-        export(args.checkpoint, args.out, args.format)
+        export(args.checkpoint, args.out, args.format, args.bits)
     print(f"wrote {args.out}")
     return 0
 

@@ -13,10 +13,12 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from qarl_bridge.engine import fast_load, versions  # noqa: E402
 from qarl_bridge.engine.readback import experts, linear  # noqa: E402
+from qarl_bridge.engine.readback import formulas as readback_formulas  # noqa: E402
 from qarl_bridge.protocol import formats, messages  # noqa: E402
 from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
 
 from qarl_jax import quant  # noqa: E402
+from qarl_jax.quant.schemes import asym_grid  # noqa: E402
 from tests.reference import quant_reference  # noqa: E402
 
 
@@ -154,6 +156,26 @@ def test_one_wrong_weight_is_found_and_named(kind):
     # Row 3 of k is row 19 of the fused layer.
     with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40|10|20)\].*1 of 2048 values differ"):
         read_back(modules, tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, s in quant.SCHEMES.items() if issubclass(s, asym_grid.Config)])
+def test_formulas_read_every_asymmetric_scheme_as_the_learner_does(name):
+    scheme = quant.parse_scheme(f"{name}:g32")
+    qt = quant.quantize(np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32), scheme)
+    packed = formats.pack("p", {key: np.array(array) for key, array in qt.arrays.items()}, scheme.wire)
+    leaves = {key.removeprefix("p."): array for key, array in packed.items()}
+    tensors = {
+        leaf: torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+        if array.dtype == formats.FLOAT8
+        else torch.from_numpy(array)
+        for leaf, array in leaves.items()
+    }
+    formula = readback_formulas.find(tensors, "bf16")
+    value = np.asarray(quant.dequantize(qt, np.float32))
+    np.testing.assert_array_equal(formula.served(tensors, torch.float32).numpy(), value)
+    columns = readback_formulas.Columns(np.arange(64), 64, computing=torch.device("cpu"), staged=torch.device("cpu"))
+    np.testing.assert_array_equal(formula.expected([tensors], columns)[0].numpy().T, value)
 
 
 def test_a_nan_in_the_kernels_own_copy_is_found():

@@ -144,7 +144,9 @@ class TestContract:
         scale = np.asarray(qt.scales, np.float32)
         assert (scale > 0).all()
         np.testing.assert_array_equal(scale[2], reference(w, config)["scales"][2].astype(np.float32))
-        assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
+        # The middle of a code's steps is not 0: it is as small as the least scale makes it.
+        least = getattr(config, "middle", 0) and config.middle * 2.0**-9 * float(qt.arrays["tensor_scale"][0, 0])
+        assert (np.abs(np.asarray(quant.dequantize(qt, jnp.float32))[2]) <= least).all()
 
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
     @as_a_run

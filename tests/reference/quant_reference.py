@@ -257,6 +257,26 @@ class Asym(Grid):
         return bf((codes - zeros / 2.0 ** (8 - self.bits)) * self._step(arrays))
 
 
+@dataclasses.dataclass(frozen=True)
+class Slice(Asym):
+    """The top bits of the 8-bit grid, read `middle` of a step above where they begin."""
+
+    clamped: float = 1.0
+    middle: float = 0.0
+
+    def _arrays(self, w: np.ndarray, scheme: Any) -> Arrays:
+        master = Asym(bits=8)._arrays(w, scheme)
+        return master | {"codes": as_bytes(master["codes"] >> (8 - self.bits), self.bits)}
+
+    def value(self, arrays: Arrays) -> np.ndarray:
+        """The weight that an engine computes with, float32 [..., N, K]."""
+        fine = 2 ** (8 - self.bits)
+        zeros = arrays["zero_points"].astype(np.int64)
+        codes = self.codes(arrays).astype(np.int64) * fine + int(self.middle * fine)
+        steps = codes - np.repeat(zeros, codes.shape[-1] // zeros.shape[-1], -1)
+        return bf(steps * (self._step(arrays) / fine).astype(np.float32))
+
+
 # One row per scheme. `tests/quant/test_schemes.py` and `tests/bridge/test_formats.py` compare the scheme with it.
 GRIDS = {
     "w8a8": Grid(lambda w, scheme: named(*int8_weight(w))),
@@ -266,6 +286,8 @@ GRIDS = {
     "w3a16": INT4,
     "w2a16": INT4,
     **{f"w{bits}a16_asym": Asym(bits=bits) for bits in (2, 3, 4, 8)},
+    **{f"w{bits}a16_shift": Slice(bits=bits) for bits in (2, 4)},
+    **{f"w{bits}a16_midpoint": Slice(bits=bits, clamped=0.5 + 2.0**-5, middle=0.5) for bits in (2, 4)},
     "w4a4": Asym(bits=4),
     "w2a2": Asym(bits=2),
     "nvfp4": Nvfp4(nvfp4_arrays, half=(2.0**-2, 2.0**-2), step=nvfp4_step),

@@ -191,6 +191,23 @@ def test_large_exports_are_split_into_shards_with_an_index(run, tmp_path, monkey
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in whole.values())
 
 
+@pytest.mark.slow
+def test_one_checkpoint_is_exported_at_every_width_of_its_grid(run, tmp_path):
+    nested = run.changed(run_dir=str(tmp_path / "run"), quant={"forward": "w8a16_asym:g32"}, train={"steps": 1})
+    assert train.main(nested.command("eval.at_start=false", "eval.at_end=false")) == 0
+    held = {}
+    for bits in (8, 2):
+        arguments = ["--checkpoint", str(nested.run_dir), "--format", "compressed-tensors", "--bits", str(bits)]
+        assert export.main([*arguments, "--out", str(tmp_path / str(bits))]) == 0
+        held[bits] = load_file(tmp_path / str(bits) / "model.safetensors")
+    assert held[8].keys() == held[2].keys()
+    for name, whole in held[8].items():
+        if name.endswith("weight_packed"):  # bytes: the top two bits, in the middle of their steps
+            np.testing.assert_array_equal(held[2][name].view(np.uint8), (whole.view(np.uint8) & 0xC0) + 32)
+        else:
+            assert held[2][name].tobytes() == whole.tobytes()
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +228,9 @@ def test_what_cannot_be_exported_is_told_in_one_sentence_and_leaves_nothing(run,
     to = ("--out", out)
     said = refused(capsys, "--checkpoint", bf16.run_dir, "--format", "compressed-tensors", *to)
     assert "--format hf" in said
+    said = refused(capsys, "--checkpoint", run.run_dir, "--format", "compressed-tensors", "--bits", 2, *to)
+    assert "w4a16:g32 has one width" in said
+    assert "--bits 2 is for" in refused(capsys, "--checkpoint", run.run_dir, "--format", "hf", "--bits", 2, *to)
     said = refused(capsys, "--checkpoint", tmp_path / "nowhere", "--format", "hf", *to)
     assert "nowhere" in said
     said = refused(capsys, "--checkpoint", run.run_dir / "checkpoints" / "step_00000009", "--format", "hf", *to)

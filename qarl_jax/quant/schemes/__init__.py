@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +22,23 @@ from qarl_jax.numerics.engine import Numerics
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import (
+    asym_grid,
     fp8,
+    nested_grid,
     nvfp4,
     w2a2,
     w2a16,
     w2a16_asym,
+    w2a16_midpoint,
+    w2a16_shift,
     w3a16,
     w3a16_asym,
     w4a4,
     w4a8,
     w4a16,
     w4a16_asym,
+    w4a16_midpoint,
+    w4a16_shift,
     w8a8,
     w8a16_asym,
 )
@@ -52,10 +58,17 @@ SCHEMES: dict[str, type[Scheme]] = {
         w4a16_asym.Config,
         w3a16_asym.Config,
         w2a16_asym.Config,
+        w4a16_midpoint.Config,
+        w2a16_midpoint.Config,
+        w4a16_shift.Config,
+        w2a16_shift.Config,
         w4a4.Config,
         w2a2.Config,
     )
 }
+
+
+WIDTHS = (8, 4, 2)  # of the nested grid
 
 
 def scheme_names() -> tuple[str, ...]:
@@ -141,6 +154,55 @@ def quantize(
 @functools.partial(jax.jit, static_argnames="scheme")
 def _quantize(w: jax.Array, beside: tuple[jax.Array, ...], scheme: Scheme) -> QTensor:
     return scheme.quantize_beside(w, beside)
+
+
+def at_width(scheme: Scheme | None, bits: int) -> Scheme | None:
+    """The scheme of another width of the same 8-bit grid (`nested_grid.py`); None (bf16) has one width, and stays.
+
+    Raises:
+      UserError: the scheme is no grid of several widths, or has no such width.
+    """
+    if scheme is None:
+        return None
+    slices = getattr(scheme, "slices", "")
+    if not slices:
+        raise UserError(
+            f"{scheme} has one width: train under w8a16_asym or one of its slices (w4a16_midpoint, w2a16_midpoint,"
+            " w4a16_shift, w2a16_shift) for a model of several."
+        )
+    if bits not in WIDTHS:
+        raise UserError(f"{scheme} has no slice of {bits} bits: choose {', '.join(map(str, WIDTHS))}.")
+    assert isinstance(scheme, asym_grid.Config)
+    return parse_scheme("w8a16_asym" if bits == 8 else f"w{bits}a16_{slices}", scheme.group_size)
+
+
+def over_widths(loss: Callable[..., jax.Array], widths: Sequence[int], slices: str = "midpoint") -> Callable[..., Any]:
+    """The mean of a loss over several widths of one model.
+
+    Args:
+      loss: (params, qweights, *inputs) -> scalar.
+      widths: of 8, 4 and 2.
+      slices: midpoint or shift.
+
+    Returns:
+      The same function of `qweights` under w8a16_asym; QTensors of other schemes are left as they are.
+    """
+
+    def cut(leaf: Any, bits: int) -> Any:
+        if not isinstance(leaf, QTensor) or not isinstance(leaf.scheme, w8a16_asym.Config) or bits == 8:
+            return leaf
+        scheme = parse_scheme(f"w{bits}a16_{slices}", leaf.scheme.group_size)
+        assert isinstance(scheme, asym_grid.Config)
+        return nested_grid.sliced(leaf, scheme)
+
+    def mean(params: Any, qweights: Any, *inputs: Any) -> jax.Array:
+        def at(bits: int) -> Any:
+            return jax.tree.map(lambda leaf: cut(leaf, bits), qweights, is_leaf=lambda x: isinstance(x, QTensor))
+
+        total = functools.reduce(jnp.add, (loss(params, at(bits), *inputs) for bits in widths))
+        return total / len(widths)
+
+    return mean
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

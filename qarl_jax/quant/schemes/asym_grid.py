@@ -32,8 +32,8 @@ activations each row's groups are rounded to the same grid with a t of their own
 **Backward.** Straight through: dX = dY w, dMaster = dY^T x, with the rounded x where activations are.
 
 **Export.** compressed-tensors' `pack-quantized` with zero points holds 2, 4 and 8 bits with bf16 activations: codes and
-zero points as words of 32 bits, bfloat16 scales s t, the same weights. It has no word for the others: they are
-exported as they are published.
+zero points as words of 32 bits, bfloat16 scales s t, the same weights. Slices of an 8-bit grid fill its eight bits. It
+has no word for the others: they are exported as they are published.
 
 **Left out.** Layers in vLLM; scales searched by error; groups as long as a row.
 
@@ -135,16 +135,23 @@ class Config(Scheme):
     Attributes:
       bits: width of a weight's code: 2, 3, 4 or 8.
       activation_bits: width of an activation's code; 0: activations stay in the compute dtype.
+      slices: how its codes are cut out of eight bits, or narrower ones out of its own (`nested_grid.py`); "": no way.
       group_size: inputs per scale and zero point: 16, 32, 64, 128, or another multiple of 16.
     """
 
     bits: ClassVar[int]
     activation_bits: ClassVar[int] = 0
+    slices: ClassVar[str] = ""
     group_size: int = 32
 
     def __post_init__(self) -> None:
         if self.group_size <= 0 or self.group_size % 16:
             raise UserError(f"{self.name}: group size {self.group_size} is not a multiple of 16; use 16, 32, 64 or 128")
+
+    @property
+    def middle(self) -> int:
+        """The place of a code's value in the steps of eight bits that the code stands for."""
+        return 2 ** (7 - self.bits) if self.slices == "midpoint" and self.bits < 8 else 0
 
     @property
     def wire(self) -> formats.Layout:
@@ -164,7 +171,7 @@ class Config(Scheme):
             arrays=(
                 *codes,
                 formats.Array("scales", "weight_scale", formats.FLOAT8, inputs=group, is_scale=True),
-                formats.Array("zero_points", "weight_zero_point", byte, inputs=group),
+                formats.Array("zero_points", "weight_zero_point" + "_mid" * bool(self.middle), byte, inputs=group),
                 formats.Array("tensor_scale", "weight_tensor_scale", single, inputs=0, outputs=0, is_scale=True),
             ),
         )
@@ -213,6 +220,10 @@ class Config(Scheme):
         }
         return QTensor(planes | held, self)
 
+    def steps(self, qt: QTensor) -> Float[Array, "*L N groups"]:
+        """The distance of neighbouring codes, s t, per group."""
+        return qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0 ** (8 - self.bits)
+
     def codes(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
         """The codes of a weight, 0 to 2^bits - 1."""
         whole = jnp.zeros((), jnp.uint8)
@@ -220,9 +231,13 @@ class Config(Scheme):
             whole = (whole << width) | unpack(qt.arrays[name], width)
         return whole
 
+    def _steps(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
+        """The codes in steps of eight bits."""
+        return (self.codes(qt) << (8 - self.bits)) | self.middle
+
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
         """bf((q - z) s t) as float32."""
-        codes = self._groups(self.codes(qt).astype(jnp.int32)) << (8 - self.bits)
+        codes = self._groups(self._steps(qt).astype(jnp.int32))
         steps = (codes - qt.arrays["zero_points"].astype(jnp.int32)[..., None]).astype(jnp.float32)
         scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"]
         return round_bf16(steps * scales[..., None]).reshape(qt.shape)
@@ -240,20 +255,24 @@ class Config(Scheme):
     @property
     def exports(self) -> Scheme:
         """`pack-quantized` where that format holds the scheme."""
-        return self if self.activation_bits or _WORD % self.bits else Packed(self.bits, self.group_size)
+        if self.activation_bits or _WORD % self.bits:
+            return self
+        return Packed(8 if self.slices else self.bits, self.group_size)
 
     def exported(self, qt: QTensor) -> QTensor:
         """The arrays of `exports`, which stand for the same weight."""
-        if self.exports is self:
+        packed = self.exports
+        if not isinstance(packed, Packed):
             return qt
-        zeros = qt.arrays["zero_points"] >> (8 - self.bits)
-        scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0 ** (8 - self.bits)
+        finer = 8 - packed.bits
+        zeros = jnp.swapaxes(qt.arrays["zero_points"] >> finer, -1, -2)
+        scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0**finer
         arrays = {
-            "codes": _words(self.codes(qt), self.bits),
+            "codes": _words(self._steps(qt) >> finer, packed.bits),
             "scales": scales.astype(jnp.bfloat16),
-            "zero_points": jnp.swapaxes(_words(jnp.swapaxes(zeros, -1, -2), self.bits), -1, -2),
+            "zero_points": jnp.swapaxes(_words(zeros, packed.bits), -1, -2),
         }
-        return QTensor(arrays, self.exports)
+        return QTensor(arrays, packed)
 
 
 def _words(codes: jax.Array, bits: int) -> jax.Array:

@@ -21,3 +21,4 @@ class Config(asym_grid.Config):
 
     name: ClassVar[str] = "w8a16_asym"
     bits: ClassVar[int] = 8
+    slices: ClassVar[str] = "midpoint"

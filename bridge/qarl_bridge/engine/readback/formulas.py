@@ -8,7 +8,8 @@
     int4    weight_packed int32 [N, K/8], weight_scale bfloat16 [N, K/G]        activations bfloat16, or int8
     nvfp4   weight_packed uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale float32 [1]
     asym    weight_u2, _u4 or _u8 uint8 [N, K bits/8] (three bits: weight_u2 and weight_u1), weight_scale float8_e4m3fn
-            [N, K/G], weight_zero_point uint8 [N, K/G], weight_tensor_scale float32 [1]
+            [N, K/G], weight_zero_point uint8 [N, K/G], weight_tensor_scale float32 [1]; with weight_zero_point_mid a
+            code stands for the middle of its steps
 
 A new format is one row: how codes and scales are read off its tensors, for some inputs and as a whole. The read-back of
 dense layers and that of experts follow.
@@ -173,41 +174,45 @@ def _nvfp4_whole(tensors: Tensors) -> tuple[Any, Any]:
 _LANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of a code -> of its parts, the upper first
 
 
+def _zeros(tensors: Tensors) -> Any:
+    return next(tensor for leaf, tensor in tensors.items() if leaf.startswith("weight_zero_point"))
+
+
 def _asym_scales(tensors: Tensors, codes: Any) -> Any:
     """The float32 number of a whole weight, once for each output, [..., N, 1]."""
     return tensors["weight_tensor_scale"].float()[..., None, :].expand(*codes.shape[:-1], 1)
 
 
-def _asym_columns(bits: int, weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
+def _asym_columns(bits: int, middle: int, weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
     codes: Any = 0
     for width in _LANES[bits]:
         packed = columns.of([tensors[f"weight_u{width}"] for tensors in weights]).int()
         codes = codes << width | packed >> width * columns.places(8 // width) & 2**width - 1
-    zeros = columns.of([tensors["weight_zero_point"] for tensors in weights]).int()
+    zeros = columns.of([_zeros(tensors) for tensors in weights]).int()
     scales = columns.of([tensors["weight_scale"].view(torch.uint8) for tensors in weights])  # as in _channel_columns
-    whole = torch.cat([_asym_scales(tensors, tensors["weight_zero_point"]) for tensors in weights]).t()
-    return ((codes << 8 - bits) - zeros).float(), scales.contiguous().view(torch.float8_e4m3fn).float() * whole
+    whole = torch.cat([_asym_scales(tensors, _zeros(tensors)) for tensors in weights]).t()
+    return ((codes << 8 - bits) + middle - zeros).float(), scales.contiguous().view(torch.float8_e4m3fn).float() * whole
 
 
-def _asym_whole(bits: int, tensors: Tensors) -> tuple[Any, Any]:
+def _asym_whole(bits: int, middle: int, tensors: Tensors) -> tuple[Any, Any]:
     codes: Any = 0
     for width in _LANES[bits]:
         packed = tensors[f"weight_u{width}"].int()
         shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
         codes = codes << width | ((packed.unsqueeze(-1) >> shifts) & 2**width - 1).flatten(-2)
-    zeros = tensors["weight_zero_point"].int()
-    steps = (codes << 8 - bits).unflatten(-1, (zeros.shape[-1], -1)) - zeros.unsqueeze(-1)
+    zeros = _zeros(tensors).int()
+    steps = ((codes << 8 - bits) + middle).unflatten(-1, (zeros.shape[-1], -1)) - zeros.unsqueeze(-1)
     return steps.flatten(-2), tensors["weight_scale"].float() * _asym_scales(tensors, zeros)
 
 
-def _asym(bits: int) -> Formula:
-    """The row of an asymmetric grid; its codes count in steps of eight bits."""
+def _asym(bits: int, middle: int = 0) -> Formula:
+    """The row of an asymmetric grid; its codes count in steps of eight bits, and stand for the `middle` of them."""
     codes = {f"weight_u{width}": torch.uint8 for width in _LANES[bits]}
     scales = {"weight_scale": torch.float8_e4m3fn, "weight_tensor_scale": torch.float32}
     return Formula(
-        codes | scales | {"weight_zero_point": torch.uint8},
-        functools.partial(_asym_columns, bits),
-        functools.partial(_asym_whole, bits),
+        codes | scales | {"weight_zero_point" + "_mid" * bool(middle): torch.uint8},
+        functools.partial(_asym_columns, bits, middle),
+        functools.partial(_asym_whole, bits, middle),
         inputs=8 // _LANES[bits][0],
         rounded=True,
     )
@@ -235,4 +240,5 @@ FORMULAS = (
         inputs=2,
     ),
     *map(_asym, _LANES),
+    *(_asym(bits, 2 ** (7 - bits)) for bits in (4, 2)),
 )

@@ -1,0 +1,50 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Nested grids: codes of 4 and 2 bits that are the top bits of one 8-bit grid, so that one model has several widths.
+
+**Grid.** The master grid is `w8a16_asym`: q, z, s and t of `asym_grid.py` with eight bits. A slice of b bits keeps s, t
+and the master's own zero point z, and of a code its top bits:
+
+    q_b = q >> d, d = 8 - b
+    shift      w = (q_b 2^d - z) s t                 as Bit-by-Bit writes it: half a step too low on average
+    midpoint   w = (q_b 2^d + 2^(d - 1) - z) s t     the middle of the steps that the code stands for, rounded up
+
+Over evenly spread codes shift errs by -31.5 steps of the master on average at two bits, and by -7.5 at four; midpoint
+by 1/2 at both. Their rms errors are 36.5 and 18.5 steps at two bits. Rounding instead (MatQuant, arXiv 2502.06786)
+needs a clipped top code, so that codes are no longer the master's bits.
+
+**Use.** Training under a slice trains the master through it, straight through. `quant.over_widths` is the mean of a
+loss over several widths of one master, {8}, {8, 4} or {8, 4, 2}; all are cut from codes that were made once. `export
+--bits` cuts a checkpoint's. A publish under another width's scheme switches the embedded sampler to it.
+
+**Bytes, product, backward.** Those of `asym_grid.py`; midpoint calls its zero points `weight_zero_point_mid`.
+
+Sources: Bit-by-Bit, arXiv 2604.07888 (second-hand); MatQuant, arXiv 2502.06786.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.schemes import asym_grid, w8a16_asym
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(asym_grid.Config):
+    """The base of the slices of the 8-bit grid. See `asym_grid.Config`."""
+
+    def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
+        """The master's arrays, cut to `bits`."""
+        return sliced(w8a16_asym.Config(self.group_size).quantize(w), self)
+
+
+def sliced(master: QTensor, scheme: asym_grid.Config) -> QTensor:
+    """A weight of the 8-bit grid under a slice's scheme, of the same groups: nothing but codes is computed."""
+    if scheme.bits == 8:
+        return master
+    codes = master.scheme.codes(master) >> (8 - scheme.bits)
+    return QTensor(master.arrays | {"codes": asym_grid.pack(codes.astype(jnp.uint8), scheme.bits)}, scheme)
