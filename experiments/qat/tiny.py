@@ -28,7 +28,7 @@ def main(out: str) -> None:
         config.write_text(
             f"out: {folder}\nmodel: {{path: assets/tiny-qwen3}}\ntext: {{rows: 256, row_len: 64, heldout: 64}}\n"
             f"stages: {json.dumps(stages)}\ntrain: {{epochs: 4, batch: 16, optimizer: {OPTIMIZER}}}\n"
-            f"distill: {{epochs: 4, batch: 16, optimizer: {OPTIMIZER}}}\n"
+            f"distill: {{epochs: 4, batch: 16, optimizer: {OPTIMIZER.replace('0.001', '0.00003')}}}\n"
         )
         if code := qat.main(["--config", str(config)]):
             raise SystemExit(code)

@@ -7,9 +7,10 @@
                         those with zero points as `pack-quantized` where it holds them, with the same values
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
 
-`--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
 A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
 is quantized under the last of its schemes.
+
+`--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
 
 Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
 
@@ -177,8 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
     args = parser.parse_args(argv)
     if args.model is not None:
-        if args.scheme is None or args.format not in (None, "compressed-tensors"):
-            parser.error("--model is quantized: give --scheme, and no --format but compressed-tensors")
+        if args.scheme is None or args.bits is not None or args.format not in (None, "compressed-tensors"):
+            parser.error("--model is quantized: give --scheme, no --bits, and no --format but compressed-tensors")
         export_model(args.model, args.scheme, args.out)
     elif args.format is None or args.scheme is not None:
         parser.error("--checkpoint needs --format, and takes no --scheme: its run has one")

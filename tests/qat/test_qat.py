@@ -123,8 +123,8 @@ def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path):
     assert export.main(["--model", str(trained[0]), "--scheme", "bf16", "--out", str(tmp_path / "none")]) == 2
 
 
-@pytest.mark.slow
-def test_weights_go_down_to_two_bits_and_then_activations(world, capsys):
+@pytest.mark.nightly
+def test_weights_go_down_to_two_bits_and_then_activations(world):
     stages = ["w8a16_asym", "w4a16_asym", "w2a16_asym", "w2a2"]
     assert run(world, tree(world, "activations", stages=stages)) == 0
     for record in made.read_receipt(world.folder / "activations", "qat.json")["blocks"]:
@@ -174,10 +174,10 @@ class KilledError(Exception):
     pass
 
 
-@pytest.mark.slow
+# In the last stage of the second layer; behind a checkpoint of the first.
 @pytest.mark.parametrize(
-    "after", [3, 8, 30, 41]
-)  # before a checkpoint, behind one, in the next layer, in its last stage
+    "after", [pytest.param(41, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)]
+)
 def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after, monkeypatch):
     step, left = updates.Trainer.fit, [after]
 
