@@ -9,9 +9,10 @@ several numbers under nvfp4, of weights that an engine fuses: the bridge's layer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,14 +77,21 @@ def _scheme_of(group: Mapping[str, Any], fallback: Any) -> Scheme:
         odd = "quantized output activations"
     else:
         found = form, _arguments(weights), _arguments(inputs)
-        size = found[1].get("group_size")
-        for scheme in (parse_scheme(name, size or -1) for name in SCHEMES):
-            assert scheme is not None
+        for scheme in _of_groups(found[1].get("group_size") or -1):
             wire = scheme.wire
             if found == (wire.format, _arguments(wire.weights), _arguments(wire.activations)):
                 return scheme
         odd = f"format {form!r} with weights {_words(weights)} and input activations {_words(inputs)}"
     raise UserError(f"{_HERE} has {odd}, which none of the schemes {', '.join(SCHEMES)} is; {_INSTEAD}.")
+
+
+def _of_groups(size: int) -> Iterator[Scheme]:
+    """Every scheme that takes groups of this size; -1: one group to a row of inputs."""
+    for name in SCHEMES:
+        with contextlib.suppress(UserError):
+            scheme = parse_scheme(name, size)
+            assert scheme is not None
+            yield scheme
 
 
 def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
