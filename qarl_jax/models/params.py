@@ -235,8 +235,7 @@ def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int 
 
 def at_width(model: nnx.GraphDef | Transformer, bits: int) -> nnx.GraphDef:
     """The graphdef of the same model at another width of its 8-bit grid (`quant.at_width`)."""
-    rules = config_of(model).quant.rules
-    return with_scheme(model, Rules(tuple((pattern, quant.at_width(scheme, bits)) for pattern, scheme in rules)))
+    return with_scheme(model, config_of(model).quant.at_width(bits))
 
 
 def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx.State:

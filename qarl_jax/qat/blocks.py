@@ -62,6 +62,7 @@ class Job:
     Attributes:
       model: its folder. config: in full precision.
       stages: rules of the schemes, in order; the last one is served.
+      widths: as in `Trainer`; the narrowest is the prefix of the layers behind.
       train, heldout: rows [R, T] and [H, T] int32.
       optimizer: its config, for each stage anew. plan: of a stage.
       every: updates between checkpoints.
@@ -71,12 +72,18 @@ class Job:
     model: str
     config: models.ModelConfig
     stages: tuple[Any, ...]
+    widths: tuple[int, ...]
     train: np.ndarray
     heldout: np.ndarray
     optimizer: build.Config
     plan: Plan
     every: int
     work: pathlib.Path
+
+    @property
+    def served(self) -> Any:
+        """Rules of the scheme that the trained layers run under: the last one, at its narrowest width."""
+        return self.stages[-1].at_width(min(self.widths)) if self.widths else self.stages[-1]
 
     @property
     def updates(self) -> int:
@@ -127,11 +134,13 @@ _error = jax.jit(relative_error)
 
 
 @functools.lru_cache(maxsize=32)
-def _trainer(config: models.ModelConfig, optimizer: build.Config, plan: Plan, every: int) -> Trainer:
+def _trainer(
+    config: models.ModelConfig, optimizer: build.Config, plan: Plan, every: int, widths: tuple[int, ...]
+) -> Trainer:
     def loss(params: Any, qweights: Any, stream: jax.Array, target: jax.Array) -> jax.Array:
         return relative_error(_through(config, params, qweights, stream), target)
 
-    return Trainer(_layer(config)[0], loss, optimizer, plan, every)
+    return Trainer(_layer(config)[0], loss, optimizer, plan, every, widths)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -266,14 +275,15 @@ class Blocks:
         """Trains a layer and writes its weights and what leaves it; returns its record."""
         job, own = self.job, layer_config(self.job.config, layer)
         configs = [dataclasses.replace(own, quant=rules) for rules in job.stages]
+        served = dataclasses.replace(own, quant=job.served)
         params = read_layer(self.checkpoint, job.config, layer)
         self._send(own, params, layer, "full")
-        self._send(configs[-1], params, layer, "rounded")
+        self._send(served, params, layer, "rounded")
         low, target = Rows(self.progress.path(layer, "trained")), Rows(self.progress.path(layer + 1, "full"))
         inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
         losses = []
         for number, config in enumerate(configs):
-            trainer = _trainer(config, job.optimizer, job.plan, job.every)
+            trainer = _trainer(config, job.optimizer, job.plan, job.every, job.widths)
             folder = job.work / f"{layer:05d}.stage_{number}"
             params, found = trainer.fit(params, inputs, folder, self.task)
             few = max(1, len(found) // 8)
@@ -281,7 +291,7 @@ class Blocks:
         tensors = dict(layer_tensors(params, job.config, layer, jnp.bfloat16))
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
-        self._send(configs[-1], as_stored(params), layer, "trained")
+        self._send(served, as_stored(params), layer, "trained")
         record = {"layer": layer, "losses": losses} | {kind: self._lost(layer + 1, kind) for kind in STREAMS[1:]}
         self._tell(record)
         return record

@@ -97,6 +97,8 @@ class Config:
       out: folder for the result.
       data: text to train on, by the sources of `data`; null: the model writes it.
       stages: schemes in order ("w2a16_asym:g64"); the last one is served.
+      widths: of the slices of `w8a16_asym` that every loss is the mean over ([8, 4, 2]), and that are all served
+        from one folder; (): the scheme's own width alone.
       train: of each layer under each scheme.
       distill: of all layers under the last scheme, behind it; null: none.
       save_every: updates between checkpoints.
@@ -107,6 +109,7 @@ class Config:
     data: data.Config | None = None
     text: Text = dataclasses.field(default_factory=Text)
     stages: tuple[str, ...] = ("w8a16_asym", "w4a16_asym", "w2a16_asym")
+    widths: tuple[int, ...] = ()
     train: Train = dataclasses.field(default_factory=Train)
     distill: Train | None = None
     save_every: int = 100
@@ -119,7 +122,14 @@ class Config:
                 "stages names one low-bit scheme or more, for example [w8a16_asym, w4a16_asym, w2a16_asym]."
             )
         for scheme in self.stages:
-            models.parse_rules(scheme)
+            rules = models.parse_rules(scheme)
+            if self.widths and scheme.partition(":")[0] != "w8a16_asym":
+                raise UserError(
+                    f"widths={list(self.widths)} are slices of one 8-bit grid, and stages has {scheme}: set"
+                    " stages=[w8a16_asym], or [w8a16_asym:g64] for groups of 64."
+                )
+            for bits in self.widths:
+                rules.at_width(bits)
         for name in ("train", "distill"):
             part = getattr(self, name)
             if part is not None and part.batch > self.text.rows:
@@ -169,6 +179,7 @@ def _job(cfg: Config) -> Job:
         model=cfg.model.path,
         config=config,
         stages=stages,
+        widths=cfg.widths,
         train=np.array(tokens.tensor("train")),
         heldout=np.array(tokens.tensor("heldout")),
         optimizer=cfg.train.optimizer,
@@ -217,13 +228,14 @@ def _distill(cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any
     full = dataclasses.replace(job.config, param_dtype=job.config.compute_dtype)
     teacher = models.load_masters(cfg.model.path, full)
     student = models.load_masters(folder, dataclasses.replace(job.config, quant=job.stages[-1]))
+    served = models.with_scheme(student[0], job.served)
     plan = cfg.plan(part)
     masters, losses = distill.distill(
-        teacher, student, job.train, part.optimizer, plan, cfg.save_every, cfg.work / "distill", task
+        teacher, student, job.train, part.optimizer, plan, cfg.save_every, cfg.work / "distill", task, cfg.widths
     )
     bare = models.with_scheme(student[0], "bf16")
     models.save_hf(models.merge(bare, masters, nnx.State({})), folder)
-    after = distill.perplexity(student[0], as_stored(masters), job.heldout, part.batch)
+    after = distill.perplexity(served, as_stored(masters), job.heldout, part.batch)
     print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
     return losses, after
 

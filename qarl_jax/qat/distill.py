@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,13 +67,14 @@ def distill(
     every: int,
     folder: pathlib.Path,
     task: Any,
+    widths: Sequence[int] = (),
 ) -> tuple[nnx.State, list[float]]:
     """Trains the student.
 
     Args:
       teacher, student: (graphdef, masters); the teacher's may be of the compute dtype.
       tokens: rows to train on.
-      optimizer, plan, every, folder, task: as in `Trainer`.
+      optimizer, plan, every, folder, task, widths: as in `Trainer`.
 
     Returns:
       The student's masters, and the loss of each update.
@@ -88,7 +89,7 @@ def distill(
         ours = low.hidden_states(batch)
         return kl(ours.reshape(-1, ours.shape[-1]), full.reshape(-1, full.shape[-1]), head)
 
-    trainer = Trainer(graphdef, loss, optimizer, plan, every)
+    trainer = Trainer(graphdef, loss, optimizer, plan, every, widths)
     inputs: Callable[[list[int]], tuple[Any, ...]] = lambda rows: (rest, teacher[1], jnp.asarray(tokens[rows]))  # noqa: E731
     params, losses = trainer.fit(part_of(masters, learns), inputs, folder, task)
     return united(params, rest), losses

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from flax import nnx
 
 from qarl_jax import models
 from qarl_jax.optim import build, leafwise
+from qarl_jax.quant import over_widths
 from qarl_jax.run import checkpoint
 from qarl_jax.types import DivergedError
 
@@ -64,10 +65,20 @@ class Trainer:
       graphdef: names the scheme. loss: of masters and their QTensors.
       optimizer: its config. plan: the updates.
       every: updates between checkpoints.
+      widths: of an 8-bit grid's slices, over which the loss is averaged; (): the scheme's own.
     """
 
-    def __init__(self, graphdef: Any, loss: Loss, optimizer: build.Config, plan: Plan, every: int):
-        self.graphdef, self.loss, self.plan = graphdef, loss, plan
+    def __init__(
+        self,
+        graphdef: Any,
+        loss: Loss,
+        optimizer: build.Config,
+        plan: Plan,
+        every: int,
+        widths: Sequence[int] = (),
+    ):
+        self.graphdef, self.plan = graphdef, plan
+        self.loss = over_widths(loss, widths) if widths else loss
         self.optimizer = leafwise.Optimizer(optimizer, plan.updates)
         self.saving = checkpoint.Config(every=every, keep=2, asynchronous=False)
         self.step = jax.jit(self._step, donate_argnums=(0, 1))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qarl_jax.quant.scheme import Scheme
-from qarl_jax.quant.schemes import parse_scheme
+from qarl_jax.quant.schemes import at_width, parse_scheme
 from qarl_jax.types import UserError
 
 
@@ -33,6 +33,10 @@ class Rules:
     """
 
     rules: tuple[tuple[str, Scheme | None], ...] = ()
+
+    def at_width(self, bits: int) -> Rules:
+        """The rules of the same grids at another width (`schemes.at_width`, with its errors)."""
+        return Rules(tuple((match, at_width(scheme, bits)) for match, scheme in self.rules))
 
     @classmethod
     def parse(cls, rules: Iterable[Any], group_size: int | None = None) -> Rules:

@@ -123,6 +123,33 @@ def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path):
     assert export.main(["--model", str(trained[0]), "--scheme", "bf16", "--out", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.slow
+def test_one_folder_is_trained_for_several_widths(world):
+    widths = tree(world, "widths", stages=["w8a16_asym:g32"], widths=[8, 2], distill={"epochs": 1, "batch": 2})
+    assert run(world, widths) == 0
+    receipt = made.read_receipt(world.folder / "widths", "qat.json")
+    for record in receipt["blocks"]:  # both at two bits
+        assert record["trained"] < 0.8 * record["rounded"]
+    cfg = load.load(command.Config, world.folder / "widths.yaml")
+    _, heldout = text.rows(
+        cfg.data, str(world.model), models.read_config(world.model), count=ROWS, heldout=HELDOUT, length=16, seed=0
+    )
+
+    def at(scheme):
+        model = models.read_config(cfg.out, quant=models.parse_rules(scheme))
+        return distill.perplexity(*models.load_masters(cfg.out, model), heldout, 2)
+
+    assert at("w2a16_midpoint:g32") == pytest.approx(receipt["perplexity"]["distilled"], rel=1e-3)
+    assert at("w8a16_asym:g32") != pytest.approx(at("w2a16_midpoint:g32"), rel=1e-3)
+
+
+def test_widths_are_of_one_grid(world, capsys):
+    assert run(world, tree(world, "no_grid", widths=[8, 2])) == 2
+    assert "stages=[w8a16_asym]" in capsys.readouterr().err
+    assert run(world, tree(world, "no_width", stages=["w8a16_asym:g32"], widths=[8, 3])) == 2
+    assert "no slice of 3 bits" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_weights_go_down_to_two_bits_and_then_activations(world):
     stages = ["w8a16_asym", "w4a16_asym", "w2a16_asym", "w2a2"]
