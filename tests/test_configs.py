@@ -85,6 +85,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     values = {path.stem: json.loads(path.read_text())["config"] for path in FIXTURES.glob("*.json")}
     values |= published.CONFIGS
+    values["qwen25-coder-1.5b"] = values["Qwen2.5-Math-1.5B"]  # of the same shapes
     values["tiny-qwen3"] = json.loads((ROOT / "assets" / "tiny-qwen3" / "config.json").read_text())
     for stem, content in values.items():
         (root / stem).mkdir()
@@ -117,8 +118,11 @@ GIB_OF = {24: 22.0, 48: 44.4, 80: 79.1, 141: 139.8}  # that CUDA finds on a card
 
 
 def planned(path, folders, gpus, size, *overrides):
-    folder = folders / pathlib.Path(config.load(path, overrides).model.path).name
-    cfg = config.load(path, [*overrides, f"model.path={folder}"])
+    named = config.load(path, overrides)
+    given = [f"model.path={folders / pathlib.Path(named.model.path).name}"]
+    if named.kl.is_folder:
+        given += [f"kl.reference={folders / pathlib.Path(named.kl.reference).name}"]
+    cfg = config.load(path, [*overrides, *given])
     cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
     settled, made = choose.settle(cfg, int(GIB_OF[size] * 2**30))
     assert (made.missing, made.devices) == (0, gpus)
