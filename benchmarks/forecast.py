@@ -68,7 +68,7 @@ MENDED = {
 }
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "operations" / "advise.md"
 EXAMPLE = ["model.param_dtype=bfloat16", "optimizer.moment_dtype=int8"]
-UNUSED = ("rollout.engine.execution", "data.source", "reward")  # gone, or of the machine that ran it
+UNUSED = ("rollout.engine.execution", "train.packing", "data.source", "reward")  # gone, or of the machine that ran it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,10 @@ def record(name: str) -> Any:
         return json.load(io.TextIOWrapper(file))
 
 
+TODAY = {"train.packing=unpacked": "train.max_segments=1"}
+"""Settings of older records, and what says the same today."""
+
+
 def machine_of(device: str) -> Machine:
     return MACHINES["h200" if "H200" in device else "h100"]
 
@@ -145,6 +149,7 @@ class Folders:
 
 def settled(words: Sequence[str], folder: str, machine: Machine, kv_cache_gb: float = 0.0) -> tuple[RunConfig, float]:
     """A recorded run as it was laid out, and GiB that JAX would hold on a device."""
+    words = [TODAY.get(word, word) for word in words]
     kept = [word for word in words if word.split("=", 1)[0] not in (*UNUSED, "model.path")]
     older = ["train.proximal=learner"]  # a record of before this setting; another has it among its own
     cfg = config.on_a_gpu(config.load(step_gpu.CONFIG, [*older, *kept, f"model.path={folder}"]))
@@ -209,7 +214,6 @@ CARRIED = {
         "update_epochs",
         "micro_batch_rows",
         "row_len",
-        "packing",
         "max_segments",
         "logprob_chunk",
         "grad_dtype",
