@@ -177,13 +177,16 @@ def report(
         f" {cfg.rollout.max_response_len} tokens, {cfg.train.updates_per_step} updates\n"
     )
     print("\n".join(table(forecasts)))
+    problems: dict[str, list[str]] = {}
     for name, one in forecasts.items():
         if one.problem:
-            print(f"{name}: {one.problem}")
+            problems.setdefault(one.problem.replace(name, "it"), []).append(name)
         elif one.saved:
             print(f"{name} fits with: {' '.join(one.saved)}")
         if one.seconds and one.cached[0] < one.cached[1]:
             print(f"{name}: the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits")
+    for problem, names in problems.items():
+        print(f"{', '.join(names)}: {problem if len(names) > 1 else forecasts[names[0]].problem}")
     print(f"\nDoes quantization pay here? {answer}.")
     print(f"Seconds are forecasts; whole steps differed from theirs by {error:.0%} in the mean. Not known:")
     print("\n".join(f"- {line}" for line in unknown))
