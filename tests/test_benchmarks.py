@@ -333,7 +333,7 @@ def test_the_jobs_of_one_card_call_commands_that_exist(tmp_path):
         args = step_gpu.build_parser().parse_args(words)
         of = step_gpu.of_recipe if args.recipe else step_gpu.overrides
         cfg = config.load(args.recipe or step_gpu.CONFIG, of(args, "x", str(tmp_path)))
-        assert cfg.rollout.engine.name == "vllm"
+        assert cfg.rollout.engine_name == "vllm"
     gates = [line[2:] for line in lines if line[:2] == ["-m", "benchmarks.gate"]]
     help_text = subprocess.run(
         [sys.executable, "-m", "benchmarks.gate", "--help"], capture_output=True, text=True

@@ -114,7 +114,7 @@ def test_a_launcher_starts_the_processes_of_one_run_over_all_gpus(launcher):
 @pytest.mark.parametrize("launcher", [slurm, job_set])
 def test_a_dry_run_plans_a_launchers_command_with_an_engine_on_each_gpu(launcher, capsys):
     arguments, processes, gpus = launcher()
-    assert train.main([*arguments, "--dry-run", "--cards", str(gpus), "--card-gb", "80"]) == 0
+    assert train.main([*arguments, "--dry-run", "--gpus", str(gpus), "--gpu-gb", "80"]) == 0
     told = capsys.readouterr().out
     assert f"{gpus} such devices, an engine on each" in told
     assert f"{gpus // processes} of each of {processes} processes, which draws {4096 // processes} responses" in told

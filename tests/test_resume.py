@@ -68,7 +68,7 @@ KILLS = [
     ("qarl_jax.run.evaluation", "record", "after", 1),  # the last evaluation, not the last step
 ]
 # A save in the background waits for the one before it, so that the fourth step begins when two are on disk.
-BACKGROUND_KILLS = [
+LATE_KILLS = [
     ("qarl_jax.loop.updates", "Updates.run", "after", 4),
     ("qarl_jax.run.on_disk", "write", "before", 4),
 ]
@@ -161,12 +161,11 @@ def wait_for_lines(world, process, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["", "background-checkpoints"]
+    "kills", [pytest.param(KILLS, marks=pytest.mark.nightly), LATE_KILLS], ids=["every-part-of-a-step", "two-saves"]
 )
-def test_a_run_killed_at_every_dangerous_point_equals_one_that_was_not(world, started, uninterrupted, asynchronous):
-    section = {"checkpoint": {"asynchronous": asynchronous}}
-    victim = world.changed(run_dir=str(world.folder / f"killed{asynchronous:d}"), **section)
-    for kill in BACKGROUND_KILLS if asynchronous else KILLS:
+def test_a_run_killed_at_every_dangerous_point_equals_one_that_was_not(world, started, uninterrupted, kills):
+    victim = world.changed(run_dir=str(world.folder / f"killed{len(kills)}"))
+    for kill in kills:
         code, said = started(victim, kill)
         assert code == -signal.SIGKILL, (kill, said)
     code, said = started(victim)
@@ -204,7 +203,7 @@ def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(
     world, environment, started, uninterrupted, number
 ):
     # Checkpoints are far apart, so that what is saved is saved because of the signal.
-    section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGTERM}}
+    section = {"checkpoint": {"every": 100}}
     victim = world.changed(run_dir=str(world.folder / number.name), **section)
     # From inside, because a signal from outside may come too late: after the last step.
     code, said = started(victim, ("qarl_jax.loop.updates", "Updates.run", "before", 3), number)

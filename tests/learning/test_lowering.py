@@ -64,7 +64,7 @@ def lowered(name, scheme, mesh, platform):
             jax.jit(functools.partial(models.quantize_params, graphdef)).trace(params),
             made._accumulate.trace(grads, params, qweights, batch, floats, count, count),
             made._apply._whole.trace(state, grads),
-            made._update.trace(state, qweights, batch, floats, count, count, None),
+            made._update.trace(state, jax.ShapeDtypeStruct((), jnp.bool_), qweights, batch, floats, count, count, None),
         ]
         return [trace.lower(lowering_platforms=(platform,)).as_text() for trace in traces]
 
