@@ -68,7 +68,7 @@ MENDED = {
 }
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "operations" / "advise.md"
 EXAMPLE = ["model.param_dtype=bfloat16", "optimizer.moment_dtype=int8"]
-UNUSED = ("rollout.engine.execution", "train.packing", "data.source", "reward")  # gone, or of the machine that ran it
+UNUSED = ("rollout.engine.execution", "data.source", "reward")  # gone, or of the machine that ran it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

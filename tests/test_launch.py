@@ -20,7 +20,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "launch"
 
 
 def arguments_of(words):
-    """What follows `qarl train` or `python -m qarl_jax.train` in a command."""
+    """The words behind `qarl train` or `python -m qarl_jax.train` in a command."""
     start = words.index("train") if "train" in words else words.index("qarl_jax.train")
     return list(words[start + 1 :])
 

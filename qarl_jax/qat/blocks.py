@@ -51,7 +51,7 @@ from qarl_jax.run import on_disk
 from qarl_jax.types import UserError
 
 STREAMS = ("full", "trained", "rounded")
-"""What flows between layers: of the model in full precision, of the trained one, and of the merely rounded one, which
+"""The streams between layers: of the model in full precision, of the trained one, and of the merely rounded one, which
 only has the held-out rows."""
 
 

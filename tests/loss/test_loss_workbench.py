@@ -35,7 +35,7 @@ def one_per_row(logprobs, old, *, sampler=None, advantage=1.0):
 
 @functools.partial(jax.jit, static_argnums=1)
 def push(x, loss):
-    """What the objective adds to each log-prob, times the number of tokens or responses."""
+    """The terms that the objective adds to each log-prob, times the number of tokens or responses."""
     return -jax.grad(lambda lp: loss(dataclasses.replace(x, logprobs=lp))[0].total)(x.logprobs)
 
 
