@@ -78,7 +78,7 @@ def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """exp of the mean negative log-likelihood of rows [H, T], first tokens apart."""
     total = 0.0
     for row in rows.split(4):
-        logps = torch.log_softmax(model(row).logits[:, :-1].float(), -1)
+        logps = torch.log_softmax(model(row, use_cache=False).logits[:, :-1].float(), -1)
         total -= logps.gather(-1, row[:, 1:, None]).double().sum().item()
     return math.exp(total / (rows.shape[0] * (rows.shape[1] - 1)))
 
@@ -100,7 +100,7 @@ def quantize(model: torch.nn.Module, rows: torch.Tensor, bits: int, group: int, 
     hook = model.model.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
     for row in rows.split(4):
         with contextlib.suppress(ReachedError):
-            model(row)
+            model(row, use_cache=False)
     hook.remove()
     for layer in model.model.layers:
         for names in ORDER:
