@@ -237,17 +237,21 @@ def model_folder(cfg: RunConfig) -> Check:
 
 
 def adapters(cfg: RunConfig) -> Iterator[Check]:
-    """The adapters of `lora` belong to the model; those of `lora.init` are all there, and finite."""
-    if cfg.lora is None:
-        return
-    try:
-        config = models.read_config(cfg.model.path, lora=cfg.lora.adapters)
-        if cfg.lora.init is not None:
-            models.check_peft(cfg.lora.init, config)
-        yield Check(name="adapters", status="ok", found=f"{cfg.lora.init or 'fresh'}, {cfg.lora.words}")
-    except UserError as error:
-        todo = "change lora.targets or lora.rank, or give lora.init a PEFT folder of this model's adapters"
-        yield Check(name="adapters", status="fail", found=str(error), todo=todo)
+    """The adapters of policy and critic belong to their models; those of `init` are all there, and finite."""
+    sections = {"lora": (cfg.lora, cfg.model.path)}
+    if cfg.critic is not None:
+        sections["critic.lora"] = cfg.critic.lora, cfg.critic.path or cfg.model.path
+    for name, (lora, folder) in sections.items():
+        if lora is None:
+            continue
+        try:
+            config = models.read_config(folder, lora=lora.adapters)
+            if lora.init is not None:
+                models.check_peft(lora.init, config)
+            yield Check(name="adapters", status="ok", found=f"{lora.init or 'fresh'}, {lora.words}")
+        except UserError as error:
+            todo = f"change {name}.targets or {name}.rank, or give {name}.init a PEFT folder of this model's adapters"
+            yield Check(name="adapters", status="fail", found=str(error), todo=todo)
 
 
 def positions(cfg: RunConfig) -> Check:

@@ -5,7 +5,9 @@
     V(s_t) = w . h(s_t) + b        h(s_t): hidden state behind the final norm at the position before token t
 
 The body starts as a copy of the policy's masters (or from another folder), the scalar head w, b at zero, so that the
-first advantages are plain rewards to go, and the first update moves nothing but the head.
+first advantages are plain rewards to go, and the first update moves nothing but the head. With `lora` the body is
+frozen, and adapters learn beside its linear maps (learning/lora.py). A policy with adapters lends such a critic its
+base: the same arrays, under the policy's scheme and arithmetic.
 
 One step, as `train.py` drives it; the rows are those the policy trains on, with a reward where advantages will be:
 
@@ -16,9 +18,10 @@ One step, as `train.py` drives it; the rows are those the policy trains on, with
 
 What we hold to, and why:
 
-  * No low bits. The policy's forward is quantized because its sampler's is; a critic is never sampled, so there is
-    nothing to be aligned with, and a coarser grid would only add noise to a regression. It computes in the model's
-    dtype under plain arithmetic, whatever engine the policy mirrors; masters, head, GAE and loss are float32.
+  * No low bits, but for a base that is shared. The policy's forward is quantized because its sampler's is; a critic is
+    never sampled, so there is nothing to be aligned with, and a coarser grid would only add noise to a regression. It
+    computes in the model's dtype under plain arithmetic, whatever engine the policy mirrors; masters, head, GAE and
+    loss are float32.
   * Advantages belong to the critic at the start of the step, in all of its updates, and so do the values that the
     clipped loss (`loss/value.py`) holds it near: the same role as `old_logprobs` in the actor's clip.
   * A response is judged in the row it is trained in. GAE restarts at every segment; a response that ran into the
@@ -37,6 +40,8 @@ Sources: PPO (https://arxiv.org/abs/1707.06347), GAE (https://arxiv.org/abs/1506
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -49,11 +54,14 @@ from jaxtyping import Array, Float
 
 from qarl_jax import models, quant
 from qarl_jax.learning.learner import TrainState, fresh_state
+from qarl_jax.learning.lora import Config as LoraConfig
+from qarl_jax.learning.trainable import ALL, Trainable, joined
 from qarl_jax.loss import Loss, normalized
 from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_rewards, turn_starts, whiten
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import Max, Mean, Metric, merge
 from qarl_jax.models.logprobs import preceding, scored_mask
+from qarl_jax.models.params import part_of, united
 from qarl_jax.optim import build
 from qarl_jax.optim.by_stack import Update
 from qarl_jax.optim.leafwise import Optimizer
@@ -68,7 +76,8 @@ class Config:
     """The critic of a run with advantage.name=gae.
 
     Attributes:
-      path: Hugging Face folder of its body, of the policy's vocabulary; null: the policy's own masters.
+      path: Hugging Face folder of its body, of the policy's vocabulary; null: the policy's own masters, or its base.
+      lora: adapters that learn on the frozen body; null: all of it learns.
       dtype: compute dtype; null: model.dtype.
       clip: how far a value may move within a step before its loss stops pulling; null: no clip. 0.5: verl.
       warmup_steps: first steps in which only the critic learns.
@@ -76,6 +85,7 @@ class Config:
     """
 
     path: str | None = None
+    lora: LoraConfig | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
     clip: float | None = 0.5
     warmup_steps: int = 0
@@ -87,6 +97,11 @@ class Config:
         if self.clip is not None and not self.clip > 0:
             raise UserError(f"clip must be positive, or null for no clip; got {self.clip}.")
         at_least(self, 0, "warmup_steps")
+
+    @property
+    def trainable(self) -> Trainable:
+        """The leaves of the body that learn."""
+        return ALL if self.lora is None else self.lora.trainable
 
 
 @jax.tree_util.register_dataclass
@@ -115,22 +130,47 @@ class Judgement:
     metrics: dict[str, float]
 
 
-def body_config(config: models.ModelConfig, dtype: Any = None) -> models.ModelConfig:
-    """The config of a critic's body: the policy's layers and stacks, in full precision and without an output head."""
+def body_config(
+    config: models.ModelConfig, dtype: Any = None, lora: models.Lora | None = None, *, shared: bool = False
+) -> models.ModelConfig:
+    """The config of a critic's body: a model's layers and stacks without an output head.
+
+    Args:
+      config: the policy's, or another model's. dtype: of the computation; None: the config's.
+      lora: adapters. shared: keep scheme and arithmetic, as a base that is the policy's has them; else full precision.
+    """
     return dataclasses.replace(
         config,
-        quant=quant.Rules(),
-        numerics=quant.PLAIN,
+        quant=config.quant if shared else quant.Rules(),
+        numerics=config.numerics if shared else quant.PLAIN,
         tie_embeddings=True,  # no head of its own: nothing is predicted over the vocabulary
         compute_dtype=config.compute_dtype if dtype is None else dtype,
         param_dtype="float32",
         splits=tuple(stack.start for stack in config.stacks),
+        lora=lora,
     )
 
 
-def init_params(policy_params: nnx.State, hidden_size: int) -> dict[str, Any]:
-    """Float32 copies of a policy's masters without their output head, and a value head of zeros."""
-    body = nnx.from_flat_state([(keys, leaf) for keys, leaf in nnx.to_flat_state(policy_params) if keys[0] != "head"])
+def of_policy(
+    trainable: Trainable, config: models.ModelConfig, params: nnx.State, frozen: nnx.State | None, mesh: Mesh
+) -> tuple[nnx.State, nnx.State]:
+    """(masters that learn, frozen) of a body that begins as a policy, as `Learner.read` gives them; without adapters.
+
+    Args:
+      config: of the body. params, frozen: the policy's, as `Learner.init` takes them. What both hold frozen is shared.
+    """
+    own, held = (
+        part_of(state, lambda path: not re.search(r"^head\.|\.lora_[ab]$", path))
+        for state in (params, nnx.State({}) if frozen is None else frozen)
+    )
+    graphdef = models.split(models.abstract_model(config))[0]
+    with launching(mesh):
+        copied = jax.jit(functools.partial(trainable.held, graphdef))(trainable.frozen(own))
+    return united(trainable.learned(own), trainable.learned(held)), united(copied, trainable.frozen(held))
+
+
+def init_params(body: nnx.State, hidden_size: int) -> dict[str, Any]:
+    """Float32 copies of a body's masters that learn, and a value head of zeros."""
     return {
         "body": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), body),
         "head": {"weight": jnp.zeros((hidden_size,), jnp.float32), "bias": jnp.zeros((), jnp.float32)},
@@ -143,6 +183,7 @@ class Critic:
     Args:
       config: of the body (`body_config`).
       params: {"body": nnx.State of float32 masters, "head": {"weight": [D], "bias": []} float32} (`init_params`).
+      frozen: what the forward reads beside them, as `Learner.frozen` holds it; None: all of the body learns.
       term: the value loss, from `loss.get_term("value", ...)`.
       advantage: discount, decay, whitening.
       optimizer: of `params`.
@@ -156,6 +197,7 @@ class Critic:
         self,
         config: models.ModelConfig,
         params: Any,
+        frozen: Any = None,
         *,
         term: Loss,
         advantage: Gae,
@@ -167,6 +209,7 @@ class Critic:
     ):
         self.graphdef = models.split(models.abstract_model(config))[0]
         self.term, self.advantage, self.optimizer = term, advantage, optimizer
+        self.frozen = nnx.State({}) if frozen is None else frozen
         self.mesh, self.max_segments, self.schedule = mesh, max_segments, schedule
         self._apply = Update(optimizer, self._described, offload=offload)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -199,8 +242,8 @@ class Critic:
 
     # ---- values and advantages --------------------------------------------------------------------------------------
 
-    def _values(self, params: Any, batch: TrainBatch) -> Float[Array, "B T"]:
-        model = models.merge(self.graphdef, params["body"], nnx.State({}))
+    def _values(self, params: Any, frozen: Any, batch: TrainBatch) -> Float[Array, "B T"]:
+        model = models.merge(self.graphdef, *joined(params["body"], frozen))
         segment_ids = None if self.max_segments == 1 else batch.segment_ids
         hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids, self.max_segments)
         with jax.named_scope("value_head"):
@@ -210,11 +253,13 @@ class Critic:
             values = jnp.einsum("btd,d->bt", states, head["weight"], precision=jax.lax.Precision.HIGHEST)
             return jnp.where(scored_mask(batch.segment_ids), values + head["bias"], 0.0)
 
-    def _judge_fn(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def _judge_fn(
+        self, params: Any, frozen: Any, batch: TrainBatch
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         mask, segment_ids = batch.loss_mask, batch.segment_ids
         by_turn = self.advantage.level == "turn"
         at = turn_starts(mask, segment_ids) if by_turn else mask
-        values = jnp.where(at, self._values(params, batch), 0.0)
+        values = jnp.where(at, self._values(params, frozen, batch), 0.0)
         # A turn's reward stands on all of its tokens; a step that is a turn has it where its value is.
         rewards = batch.advantages if by_turn else token_rewards(batch.advantages, mask, segment_ids)
         advantages, returns = gae(rewards, values, at, segment_ids, gamma=self.advantage.gamma, lam=self.advantage.lam)
@@ -229,7 +274,7 @@ class Critic:
             and divides by, is taken from them.
         """
         with launching(self.mesh):
-            judged = [[self._judge(self.state.params, micro) for micro in micros] for micros in updates]
+            judged = [[self._judge(self.state.params, self.frozen, micro) for micro in micros] for micros in updates]
         first = [
             (micro.loss_mask, *found)
             for micros, results in zip(updates[:per_pass], judged[:per_pass], strict=True)
@@ -271,6 +316,7 @@ class Critic:
         self,
         grads: Any,
         params: Any,
+        frozen: Any,
         batch: TrainBatch,
         targets: Targets,
         num_tokens: jax.Array,
@@ -288,7 +334,7 @@ class Critic:
                 segment_ids=batch.segment_ids,
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
-                values=self._values(params, batch),
+                values=self._values(params, frozen, batch),
                 old_values=targets.values,
                 returns=targets.returns,
                 max_segments=self.max_segments,
@@ -325,7 +371,7 @@ class Critic:
             total: dict[str, Metric] = {}
             grads = self._zeros(self.state.params)
             for micro, target in zip(micros, targets, strict=True):
-                grads, measured = self._accumulate(grads, self.state.params, micro, target, *counts)
+                grads, measured = self._accumulate(grads, self.state.params, self.frozen, micro, target, *counts)
                 total = merge(total, measured)
             self.state, applied = self._apply(self.state, grads)
         return total | applied

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The section `lora` of a config: low-rank adapters learn on a frozen base (LoRA, arXiv 2106.09685).
+"""The sections `lora` and `critic.lora` of a config: low-rank adapters on a frozen base (LoRA, arXiv 2106.09685).
 
     h = round(A x)        d = round(B' h)        y = round(W_q x + d)        B' = round(round(B) scale)
 
@@ -29,7 +29,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM serves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Adapters that learn in place of the policy's weights.
+    """Adapters that learn in place of a model's weights.
 
     Attributes:
       rank: r of every adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512.
@@ -66,10 +66,10 @@ class Config:
             raise UserError(
                 f"quant.uaq_scale={quant.uaq_scale} is for weights that learn, and under lora they are frozen; set 1."
             )
-        if critic is not None and critic.path is None:
+        if critic is not None and critic.path is None and critic.lora is None:
             raise UserError(
-                "critic: it begins with the policy's masters, and under lora there are none; name a model's folder in"
-                " critic.path."
+                "critic: it begins with the policy's masters, and under lora there are none; give it adapters"
+                " (critic.lora={}), or name a model's folder in critic.path."
             )
         if getattr(engine, "tensor_parallel_size", 1) > 1:
             raise UserError("rollout.engine.tensor_parallel_size: under lora the engine is on one GPU; set it to 1.")

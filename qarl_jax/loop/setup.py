@@ -84,7 +84,7 @@ class Run:
             self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
         with self._starting.span("weights"):
             params, frozen = jax.block_until_ready(build.load_policy(cfg, self.learner))
-        self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
+        self.critic = build.make_critic(cfg, graphdef, params, frozen, self.mesh)
         self.state = self.learner.init(params, frozen)
         del params  # donated with the state from here on
         # Made of the policy the run starts from, whatever checkpoint it resumes from.

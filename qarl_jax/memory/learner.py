@@ -124,14 +124,20 @@ def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any
     return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
 
 
-def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any]:
-    """(config of the body, abstract params, abstract optimizer state) of the run's critic; reads no weights."""
+def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any, Any]:
+    """(config of the body, params, what it holds frozen and the policy does not, optimizer state) of the run's critic.
+
+    All but the config are shapes; reads no weights.
+    """
     assert cfg.critic is not None
-    body = build.critic_body(cfg, model_of(cfg))
-    policy = models.split(models.abstract_model(body))[1]
-    params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
+    body, trainable = build.critic_body(cfg, model_of(cfg)), cfg.critic.trainable
+    graphdef, whole, _ = models.split(models.abstract_model(body))
+    params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), trainable.learned(whole))
+    held = _held(trainable, graphdef, whole)
+    if cfg.critic.path is None:
+        held = cfg.trainable.learned(held)
     transformation = leafwise.Optimizer(cfg.critic.optimizer, cfg.train.total_updates)
-    return body, params, jax.eval_shape(transformation.init, params)
+    return body, params, held, jax.eval_shape(transformation.init, params)
 
 
 def _widths(model: models.ModelConfig) -> tuple[int, int, int, int]:
@@ -330,7 +336,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         theirs = shapes(reference.of_teacher(cfg)) if cfg.kl.is_folder else made
         out["reference policy"] = nbytes(_held(NOTHING, theirs.graphdef, theirs.learned), mesh)
     if cfg.critic is not None:
-        body, own, moments = abstract_critic(cfg)
+        body, own, frozen, moments = abstract_critic(cfg)
         # Its gradient is float32, with an accumulator of its own, and it has no logits.
         gradient = nbytes(own, mesh, jnp.float32)
         out["gradients"] = max(out["gradients"], 2 * gradient)
@@ -342,6 +348,8 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         if cfg.critic.optimizer.offload is True:
             held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
+        if jax.tree.leaves(frozen):
+            out["critic's frozen weights"] = nbytes(frozen, mesh)
     if isinstance(cfg.rollout.engine, SamplerConfig):
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
         prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len
@@ -367,5 +375,5 @@ def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
     """Whole abstract optimizer states by owner, and whether they rest on the host."""
     out = {"optimizer": (shapes(cfg).opt_state, cfg.optimizer.offload is True)}
     if cfg.critic is not None:
-        out["critic's optimizer"] = (abstract_critic(cfg)[2], cfg.critic.optimizer.offload is True)
+        out["critic's optimizer"] = (abstract_critic(cfg)[3], cfg.critic.optimizer.offload is True)
     return out

@@ -19,8 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import data, models, quant, rollout
-from qarl_jax.learning.critic import Critic, body_config, init_params
+from qarl_jax.learning import pieces
+from qarl_jax.learning.critic import Critic, body_config, init_params, of_policy
 from qarl_jax.learning.learner import Learner, Options
+from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.params import united
@@ -116,11 +118,7 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
 def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
     """The policy that the run starts from, as `Learner.init` takes it: masters on the mesh, and what is frozen."""
     config, mesh = learner.config, learner.mesh
-    adapters = None
-    if cfg.lora is not None:
-        adapters = models.fresh_adapters(config, mesh, seed_of(cfg.seed, 0, "adapters") % 2**32)
-        if cfg.lora.init is not None:
-            adapters = models.read_peft(cfg.lora.init, config, adapters)
+    adapters = None if cfg.lora is None else _adapters(cfg.lora, config, mesh, seed_of(cfg.seed, 0, "adapters"))
     if cfg.model.init == "random":
         seed = seed_of(cfg.seed, 0, "masters") % 2**32
         params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed))
@@ -129,6 +127,12 @@ def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
     if adapters is not None:
         return united(adapters, params), frozen
     return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale), frozen
+
+
+def _adapters(lora: LoraConfig, config: models.ModelConfig, mesh: Mesh, seed: int) -> Any:
+    """The adapters that a policy or a critic starts with."""
+    fresh = models.fresh_adapters(config, mesh, seed % 2**32)
+    return fresh if lora.init is None else models.read_peft(lora.init, config, fresh)
 
 
 def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stages.Compiled]:
@@ -181,33 +185,38 @@ def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfi
       UserError: `critic.path` is no model folder, or one with another vocabulary.
     """
     assert cfg.critic is not None
-    dtype = cfg.critic.dtype or cfg.model.dtype
+    dtype, lora = cfg.critic.dtype or cfg.model.dtype, None if cfg.critic.lora is None else cfg.critic.lora.adapters
     if cfg.critic.path is None:
-        return body_config(policy, dtype)
+        return body_config(policy, dtype, lora, shared=cfg.lora is not None)
     own = models.read_config(cfg.critic.path, remat=cfg.model.remat_or_full, attention=cfg.model.attention)
     if own.vocab_size < policy.vocab_size:
         raise UserError(
             f"critic.path={cfg.critic.path} has a vocabulary of {own.vocab_size} tokens, the policy one of"
             f" {policy.vocab_size}; a critic reads the policy's tokens, so take a model of the same family."
         )
-    return body_config(own, dtype)
+    return body_config(own, dtype, lora)
 
 
-def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> Critic | None:
+def make_critic(cfg: RunConfig, graphdef: Any, params: Any, frozen: Any, mesh: Mesh) -> Critic | None:
     """The run's critic, None without one.
 
     Args:
-      graphdef, params: the policy the run starts from; its masters are copied, unless `critic.path` names others.
+      graphdef, params, frozen: the policy the run starts from (`load_policy`), unless `critic.path` names another.
     """
     if cfg.critic is None:
         return None
-    config = critic_body(cfg, models.config_of(graphdef))
-    if cfg.critic.path is not None:
-        params = models.split(models.load_hf(cfg.critic.path, dtype="float32", mesh=mesh))[1]
+    config, trainable = critic_body(cfg, models.config_of(graphdef)), cfg.critic.trainable
+    if cfg.critic.path is None:
+        params, frozen = of_policy(trainable, config, params, frozen, mesh)
+    else:
+        params, frozen = pieces.read(trainable, config, mesh, functools.partial(models.read_masters, cfg.critic.path))
+    if cfg.critic.lora is not None:
+        params = united(params, _adapters(cfg.critic.lora, config, mesh, seed_of(cfg.seed, 0, "critic's adapters")))
     chosen, updates = cfg.critic.optimizer, cfg.train.total_updates
     return Critic(
         config,
         init_params(params, config.hidden_size),
+        frozen,
         term=get_term("value", clip=cfg.critic.clip),
         advantage=cfg.advantage,
         optimizer=leafwise.Optimizer(chosen, updates),

@@ -140,4 +140,5 @@ def _environment(cfg: RunConfig) -> list[str]:
 def _critic_words(cfg: CriticConfig) -> str:
     name = next(name for name, cls in OPTIMIZERS.items() if type(cfg.optimizer) is cls)
     waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
-    return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"
+    learns = f", adapters of {cfg.lora.words}" if cfg.lora is not None else ""
+    return f"from {cfg.path or 'the policy itself'}{learns}, {name} at lr {cfg.optimizer.lr:g}{waits}"

@@ -28,6 +28,7 @@ POLICY = (
 )
 """Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
 rollout.engine.name come to is one more."""
+_CRITIC = "critic.lora"  # its base is in no checkpoint
 # Retired settings of older records. Of the engine's arithmetic, with the values that meant batch-invariant; other
 # values meant the arithmetic of vLLM.
 _ARITHMETIC: dict[str, tuple[Any, ...]] = {
@@ -170,7 +171,7 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     Raises:
       UserError: names each such setting, with both values.
     """
-    old, new = (_flat(tree) | {"lora": _lora_words(tree.get("lora"))} for tree in (found["config"], _plain(cfg)))
+    old, new = (_flat(tree) | _adapters(tree) for tree in (found["config"], _plain(cfg)))
     before, now = _policy(old), _policy(new)
     other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
     held = [f"{key} {old[key]} -> {new[key]}" for key in other]
@@ -180,22 +181,31 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             held.append(f"quant.engine {was.profile} -> {profile}")
     if held:
         link = ", with a link to a model folder that was moved" if held[0].startswith("model.path") else ""
+        kind = "critic" if other == [_CRITIC] and len(held) == 1 else "policy"
         raise UserError(
-            f"cannot resume {cfg.run_dir}: {'; '.join(held)} would make another policy of the one that step"
+            f"cannot resume {cfg.run_dir}: {'; '.join(held)} would make another {kind} of the one that step"
             f" {found['step']} saved. Restore {'it' if len(held) == 1 else 'them'}{link}, or start a new run_dir, whose"
             " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
         )
 
 
-def _lora_words(section: dict[str, Any] | None) -> str:
-    """The section `lora` in a line; `init`, the folder it began with, apart."""
-    words = [f"{key} {value}" for key, value in (section or {}).items() if value and key != "init"]
-    return ", ".join(words) or "None"
+def _adapters(tree: dict[str, Any]) -> dict[str, str]:
+    """Each section `lora` of a config in a line; `init`, the folder it began with, apart.
+
+    A critic's has its base, which no checkpoint holds.
+    """
+    critic = tree.get("critic") or {}
+    own = critic.get("lora")
+    sections = {"lora": tree.get("lora"), _CRITIC: own and own | {"on": critic["path"] or "the policy's base"}}
+    return {
+        name: ", ".join(f"{key} {value}" for key, value in (section or {}).items() if value and key != "init") or "None"
+        for name, section in sections.items()
+    }
 
 
 def _policy(flat: dict[str, Any]) -> dict[str, Any]:
-    """Resolves the settings of `POLICY`, so that two ways to write one thing are equal."""
-    out = {key: flat[key] for key in POLICY if key in flat}
+    """Resolves the settings of `POLICY`, and a critic's adapters, so that two ways to write one thing are equal."""
+    out = {key: flat[key] for key in (*POLICY, _CRITIC) if key in flat}
     out["model.path"] = os.path.realpath(out["model.path"])
     out["quant.rollout"] = out["quant.rollout"] or out["quant.forward"]
     return out

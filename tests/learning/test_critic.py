@@ -17,6 +17,7 @@ import pytest
 from qarl_jax import models, train
 from qarl_jax.data import packing
 from qarl_jax.learning import critic as critics
+from qarl_jax.learning.trainable import ALL
 from qarl_jax.loss import get_term
 from qarl_jax.loss.advantages import Gae
 from qarl_jax.loss.value import explained_variance
@@ -68,7 +69,8 @@ def initial(scheme="w4a16:g32"):
     """(config of a body, params on the host) of a critic made from a quantized policy."""
     graphdef = models.with_scheme(models.split(tiny.random_model())[0], scheme)
     config = critics.body_config(models.config_of(graphdef))
-    params = critics.init_params(models.split(tiny.random_model())[1], config.hidden_size)
+    masters, _ = critics.of_policy(ALL, config, models.split(tiny.random_model())[1], None, make_mesh())
+    params = critics.init_params(masters, config.hidden_size)
     return config, jax.device_get(params)
 
 
@@ -296,7 +298,7 @@ def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
     with jax.set_mesh(critic.mesh):
         zeros = jax.tree.map(jnp.zeros_like, params)
         counts = jnp.float32(rows.num_tokens), jnp.float32(rows.num_sequences)
-        found, _ = critic._accumulate(zeros, params, micro, target, *counts)
+        found, _ = critic._accumulate(zeros, params, critic.frozen, micro, target, *counts)
 
     responses = [(groups()[s.group].completions[s.sample], s) for s in rows.segments]
     returns = np.asarray(target.returns)
@@ -391,7 +393,7 @@ def saved(run):
     """Bits of the newest checkpoint, the critic's among them."""
     cfg = run.config
     graphdef, params = tiny.load_model(cfg, build.make_mesh(cfg))
-    critic = build.make_critic(cfg, graphdef, params, build.make_mesh(cfg))
+    critic = build.make_critic(cfg, graphdef, params, None, build.make_mesh(cfg))
     back = Checkpoints(run.run_dir / "checkpoints").restore({"params": params} | critic.entries())
     return back.step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(back.state)], back.state["critic"]
 
@@ -465,7 +467,7 @@ def test_a_critic_may_start_from_a_folder_of_its_own_but_not_of_another_vocabula
     cfg = world.changed(critic={"path": str(other)}).config
     mesh = build.make_mesh(cfg)
     graphdef, params = tiny.load_model(cfg, mesh)
-    made = build.make_critic(cfg, graphdef, params, mesh)
+    made = build.make_critic(cfg, graphdef, params, None, mesh)
     assert made.state.params["head"]["weight"].shape == (32,)
     wanted = models.by_path(models.split(tiny.random_model(32, 1))[1])["embed.kernel"]
     found = models.by_path(made.state.params["body"])["embed.kernel"]
@@ -473,4 +475,4 @@ def test_a_critic_may_start_from_a_folder_of_its_own_but_not_of_another_vocabula
     values = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(values | {"vocab_size": 20}))
     with pytest.raises(UserError, match=r"critic\.path=.*a vocabulary of 20 tokens, the policy one of 30"):
-        build.make_critic(cfg, graphdef, params, mesh)
+        build.make_critic(cfg, graphdef, params, None, mesh)

@@ -117,7 +117,7 @@ def test_a_critic_and_a_reference_are_counted_as_they_are_held(world, tmp_path, 
     without, sizes = learner.parts(plain.config), learner.parts(cfg)
     mesh = build.make_mesh(cfg)
     graphdef, params = tiny.load_model(cfg, mesh)
-    critic = build.make_critic(cfg, graphdef, params, mesh)
+    critic = build.make_critic(cfg, graphdef, params, None, mesh)
     assert sizes["critic's masters"] == really(critic.state.params)
     assert sizes["critic's optimizer"] == really(critic.state.opt_state)
     assert sizes["reference policy"] == really(build.make_learner(cfg, graphdef, mesh).reference(params))
