@@ -96,10 +96,56 @@ def test_a_bridge_that_does_not_hold_the_base_is_given_it_first(served, tmp_path
         assert client.read_back().weights == 7
 
 
+def test_another_trainer_publishes_adapters_alone_on_the_base_that_is_there(served):
+    """Its own complete version has other adapters, and its tensors in another order."""
+    w, client, first = served
+    client.publish(version(1, over=first))
+    client.close()
+    named, loaded = dict(reversed((BASE(0) | some(9)).items())), w.engine.loaded_bytes
+    own = bridge_world.staged(0, run="next", replace=named)
+    theirs = sender.stage(
+        some(7).items(),
+        version=messages.Version(run_id="next", incarnation=1, step=1),
+        model=own.manifest.model,
+        scheme=own.manifest.scheme,
+        over=own,
+    )
+    trainer = w.trainer("next")
+    report = trainer.publish(theirs, readback="full")
+    assert (report["tensors"], report["base_s"]) == (3, 0)
+    assert w.engine.loaded_bytes - loaded == sum(array.nbytes for array in some(0).values())
+    drawn = trainer.generate(draws(), SAMPLING)
+    trainer.publish(bridge_world.staged(2, run="next", replace=BASE(0) | some(7)))
+    assert [one.tokens for one in trainer.generate(draws(), SAMPLING)] == [one.tokens for one in drawn]
+
+
+def test_a_base_with_a_tensor_that_another_trainer_replaced_is_published_again(served):
+    w, client, first = served
+    client.publish(version(1, over=first))
+    client.close()
+    own = bridge_world.staged(0, run="next", replace=BASE(0) | some(0))
+    keeps = sender.stage(
+        [item for item in some(7).items() if item[0] != NORM],
+        version=messages.Version(run_id="next", incarnation=1, step=1),
+        model=own.manifest.model,
+        scheme=own.manifest.scheme,
+        over=own,
+    )
+    trainer = w.trainer("next")
+    with refused("base", r"the engine holds it with model\.norm\.weight replaced: publish the base first"):
+        trainer.request(messages.Announce(manifest=keeps.manifest), messages.Ready)
+    assert trainer.publish(keeps, readback="full")["base_s"] > 0
+    drawn = trainer.generate(draws(), SAMPLING)
+    trainer.publish(bridge_world.staged(2, run="next", replace=BASE(0) | some(7) | {NORM: some(0)[NORM]}))
+    assert [one.tokens for one in trainer.generate(draws(), SAMPLING)] == [one.tokens for one in drawn]
+
+
 def test_a_bridge_that_does_not_hold_the_base_says_so_where_it_cannot_be_had(served, monkeypatch):
     _, client, first = served
     other = version(0, base=5)
-    with refused("base", "does not hold"):
+    with refused(
+        "base", "over a base of fingerprint [0-9a-f]{12}, and the engine holds one of fingerprint [0-9a-f]{12}: pub"
+    ):
         client.request(messages.Announce(manifest=version(1, over=other).manifest), messages.Ready)
     monkeypatch.setattr(client, "_publish_base", lambda over, **options: sender.Client._publish_base(client, None))
     monkeypatch.setattr(client, "publish", lambda over: (_ for _ in ()).throw(BridgeError("gone", "bad_state")))
@@ -174,7 +220,7 @@ def test_what_lies_in_the_trainers_memory_is_let_go_of_with_it(served):
     assert good.forget(object()) == []
     assert good.forget(owner) == [base]
     assert not good.is_there
-    assert good.complete == first.manifest.digest
+    assert good.complete == first.manifest
     client.publish(version(2, over=first))
     with refused("bad_state", "nothing published to compare with"):
         client.read_back()

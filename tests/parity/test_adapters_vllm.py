@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on the bases that a real vLLM serves: its layers against the formula, and many versions in a row."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -10,15 +11,18 @@ import sys
 
 import jax
 import pytest
+from qarl_bridge.protocol import messages
 
 from qarl_jax import models
 from qarl_jax.rollout import SamplingConfig
-from qarl_jax.rollout.vllm.engine import VllmEngine
+from qarl_jax.rollout.vllm.engine import VllmEngine, engine_config, engine_tensors
+from qarl_jax.rollout.vllm.process import BridgeProcess
 from qarl_jax.verify import ladder
 from tests.reference.qwen3 import qwen3
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_adapters.py"
+MODEL = str(pathlib.Path(__file__).parents[2] / "assets" / "tiny-qwen3")
 NIGHTLY = [pytest.param(scheme, marks=pytest.mark.nightly) for scheme in ("bf16", "w4a16")]
 
 
@@ -72,6 +76,49 @@ def test_bad_adapters_are_refused_and_the_last_good_version_is_served_to_the_bit
     for (error, same), said in zip(found["refused"], words, strict=True):
         assert said in error
         assert same, error
+
+
+def started(weights, options):
+    """A bridge started by hand for such versions, and the settings of an engine over it."""
+    bridge = BridgeProcess(arguments=["--options", options.to_json()])
+    expected = [
+        messages.Expected(name=name, dtype=messages.dtype_name(array.dtype), shape=list(array.shape))
+        for name, array in engine_tensors(weights)
+    ]
+    address, _ = bridge.start(engine_config(weights.graphdef), expected)
+    key = str(pathlib.Path(bridge.folder) / "key")
+    return bridge, dataclasses.replace(options, endpoints=(address,), key_file=key)
+
+
+@pytest.mark.nightly
+def test_a_run_starts_from_an_engine_that_holds_its_base_and_publishes_adapters_alone(tmp_path):
+    """Three trainers, one engine: the second finds its base there, the third another one, which it replaces."""
+    pytest.importorskip("vllm")
+    base = ladder.load(MODEL, "w8a8", "cpu")
+    config = models.config_of(base.graphdef)
+    prompts = ladder.random_prompts(config.vocab_size, 8, 16, 0)
+    sampling = SamplingConfig(max_response_len=16)
+    options = ladder.Options(prompts=8, prompt_len=16, response_len=16, threads=1)
+    bridge, settings = started(ladder.with_adapters(base, 8), options.engine(config))
+    other = jax.tree.map_with_path(lambda path, x: 2 * x if "embed" in jax.tree_util.keystr(path) else x, base.params)
+    reports = []
+    try:
+        for number, params in enumerate((base.params, base.params, other)):
+            weights = ladder.with_adapters(dataclasses.replace(base, params=params), 8, seed=number)
+            with contextlib.closing(VllmEngine(settings, run_id=f"run{number}")) as engine:
+                reports.append(engine.publish(weights, 0))
+                sampled = ladder.Sampled.of(
+                    drawn := ladder.flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=number))
+                )
+                assert {one.policy_version for one in drawn} == {0}
+                logprobs, _ = ladder.score(weights, sampled)
+                assert (logprobs == sampled.logprobs)[sampled.response].all()
+    finally:
+        bridge.close()
+    adapters = 2 * 7 * config.num_layers
+    assert [report["tensors"] for report in reports] == [adapters] * 3
+    assert [report["weights_read_back"] for report in reports] == [4 * config.num_layers] * 3  # fused layers
+    assert [report["base_s"] > 0 for report in reports] == [True, False, True]
 
 
 @pytest.mark.nightly

@@ -69,7 +69,7 @@ def test_later_versions_have_what_moves_and_draw_as_they_would_whole(served):
     assert engine._base is None
     tokens = [[one[:2] for one in group] for group in drawn(engine)]
     assert tokens == [[one[:2] for one in group] for group in partial]
-    assert [bridge.engine.loads for bridge in bridges] == [4, 4]
+    assert [bridge.engine.loads for bridge in bridges] == [5, 5]  # the first is the base, and what moves over it
 
 
 def test_a_bridge_that_comes_later_is_given_the_base_too(served, tmp_path):
@@ -102,3 +102,40 @@ def test_where_the_base_is_lost_all_weights_are_published_again(served, tmp_path
     assert engine.publish(version(4), 4)["replicas"] == 1
     assert engine.publish(version(5), 5)["bytes"] == whole
     assert engine.publish(version(6), 6)["replicas"] == 2
+
+
+def test_a_later_run_publishes_what_moves_where_the_base_is_held_already(served, tmp_path):
+    engine, bridges = served
+    engine.publish(version(1), 1)
+    expected = drawn(engine)
+    engine.close()
+    loads, lines = [bridge.engine.loads for bridge in bridges], []
+    later = VllmEngine(engine._config, run_id="later", incarnation=1, log=lines.append)
+    report = later.publish(version(1), 0)
+    assert report["tensors"] == 2 * 4 + 1
+    assert [bridge.engine.loads for bridge in bridges] == [number + 1 for number in loads]
+    assert "the engine holds the base already: adapters alone were published" in lines
+    found = drawn(later)
+    assert [[one[:2] for one in group] for group in found] == [[one[:2] for one in group] for group in expected]
+    assert {one[2] for group in found for one in group} == {0}
+    bridges[0].stop()
+    bridges[0] = Bridge(str(tmp_path / "s0"))  # it has nothing
+    assert drawn(later) == found
+    later.publish(version(2), 1)
+    wait_for(lambda: all(replica.serves(later._staged) for replica in later.fleet.replicas))
+    later.close()
+
+
+def test_another_base_is_replaced_whole_and_never_had_adapters_of_this_one(served):
+    engine, bridges = served
+    engine.close()
+    loads, lines = [bridge.engine.loads for bridge in bridges], []
+    later = VllmEngine(engine._config, run_id="later", incarnation=1, log=lines.append)
+    moved = jax.tree.map_with_path(
+        lambda path, x: x * 2 if "embed" in jax.tree_util.keystr(path) else x, version(1).params
+    )
+    report = later.publish(dataclasses.replace(version(1), params=moved), 0)
+    assert report["base_s"] > 0
+    assert [bridge.engine.loads for bridge in bridges] == [number + 2 for number in loads]
+    assert not any("holds the base" in line for line in lines)
+    later.close()

@@ -242,7 +242,7 @@ def stage(
             end = offset + len(data)
         os.ftruncate(fd, end)
         shm.seal(fd)
-        base = b"" if over is None else over.manifest.digest
+        base = b"" if over is None else over.manifest.kept({entry.name for entry in entries})
         manifest = manifest_of(entries, version=version, model=model, scheme=scheme, base=base)
     except BaseException:
         os.close(fd)
@@ -362,13 +362,13 @@ class Client:
           drain_timeout_s: longest time for running requests to end, in seconds.
 
         Returns:
-          Seconds (`*_s`), `bytes`, and counts.
+          Seconds (`*_s`), `bytes`, and counts; `base_s` is 0 where the engine held the base already.
 
         Raises:
           BridgeError: refused; the engine goes on serving what it served, or is fenced (code "fenced"). "base": the
             complete version cannot be had any more.
         """
-        start = time.perf_counter()
+        start = begun = time.perf_counter()
         manifest = staged.manifest
         try:
             done = self._transfer(staged)
@@ -376,6 +376,7 @@ class Client:
             if error.code != "base" or staged.over is None:
                 raise
             self._publish_base(staged.over, readback=readback, drain_timeout_s=drain_timeout_s)
+            start = time.perf_counter()
             done = self._transfer(staged)
         transferred = time.perf_counter()
         commit = messages.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
@@ -385,7 +386,8 @@ class Client:
             "transfer_s": transferred - start,
             "open_s": done.open_s,
             "validate_s": done.validate_s,
-            "total_s": staged.stage_s + time.perf_counter() - start,
+            "base_s": start - begun if start > begun else 0.0,
+            "total_s": staged.stage_s + time.perf_counter() - begun,
             "sent_bytes": float(self.sent_bytes),
             **{name: float(value) for name, value in msgspec.structs.asdict(published.report).items()},
         }

@@ -19,6 +19,7 @@ a later incarnation of the same run (a resumed trainer) may step back.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -39,7 +40,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -103,8 +104,9 @@ class Expected(_Struct):
 class Manifest(_Struct):
     """Everything about a version except its bytes. `digest` covers all other fields.
 
-    A partial version has `base`: the digest of a complete version, whose other tensors it keeps. It has whole modules,
-    every adapter (adapters.py), and every tensor in which the version that serves differs from that base."""
+    A partial version keeps tensors of a complete one: `base` is the fingerprint of those (`kept`), whoever published
+    them. It has whole modules, every adapter (adapters.py), and every tensor in which the version that serves differs
+    from that complete one."""
 
     version: Version
     model: Digest
@@ -117,6 +119,11 @@ class Manifest(_Struct):
     def computed_digest(self) -> bytes:
         """The digest these fields should have."""
         return digest(b"manifest", msgspec.msgpack.encode(msgspec.structs.replace(self, digest=bytes(DIGEST_BYTES))))
+
+    def kept(self, replaced: Collection[str]) -> bytes:
+        """The fingerprint of this model's tensors that are not `replaced`. Run, step and order do not count."""
+        entries = sorted((e.name, e.dtype, e.shape, e.digest) for e in self.tensors if e.name not in replaced)
+        return digest(b"kept", msgspec.msgpack.encode((self.model, self.scheme, entries)))
 
     def sealed(self) -> Manifest:
         """The same manifest with its digest filled in."""

@@ -23,44 +23,59 @@ class Good:
     changes it but for `forget`.
 
     Attributes:
-      serving: the digest of the manifest that serves. complete: that of the complete version under it; empty: the
-        engine holds none that is known.
+      serving: the digest of the manifest that serves.
+      complete: the manifest of the complete version under it; None: the engine holds none that is known.
       last: the copy that came last; None: it is not kept.
     """
 
     def __init__(self) -> None:
-        self.serving = self.complete = b""
+        self.serving = b""
+        self.complete: messages.Manifest | None = None
         self.last: Copy | None = None
         self._base: Copy | None = None  # of the complete version; `last` itself where this serves
         self._owners: dict[int, Peer] = {}  # whose memory a copy lies in, if not this process's own
         self._replaced: frozenset[str] = frozenset()
+        self._trainer: tuple[str, int] | None = None
 
     def check(self, manifest: messages.Manifest) -> None:
         """Refuses a partial version that would not be what its manifest says.
 
         Raises:
-          BridgeError: its base is not in the engine ("base"), or the engine has replaced a tensor that it keeps
-            ("torn").
+          BridgeError: its base is not in the engine ("base"), or a tensor that it keeps was replaced there ("torn";
+            "base" where another trainer did it).
         """
         if not manifest.base:
             return
-        if manifest.base != self.complete:
-            raise BridgeError(f"{manifest.version} replaces tensors of a version that the engine does not hold", "base")
-        if kept := sorted(self._replaced - {entry.name for entry in manifest.tensors}):
-            raise BridgeError(
-                f"{manifest.version} lacks {len(kept)} tensor(s) that the version before it replaced, first: {kept[0]}",
-                "torn",
-            )
+        names, found = {entry.name for entry in manifest.tensors}, "no base"
+        lost = sorted(self._replaced - names)
+        if self.complete is not None:
+            held = self.complete.kept(names)
+            if held == manifest.base and not lost:
+                return
+            found = f"one of fingerprint {held.hex()[:12]}"
+            if held == manifest.base and self._trainer == _trainer(manifest):
+                raise BridgeError(
+                    f"{manifest.version} lacks {len(lost)} tensor(s) that the version before it replaced, first:"
+                    f" {lost[0]}",
+                    "torn",
+                )
+            if held == manifest.base:
+                found = f"it with {lost[0]} replaced"
+        raise BridgeError(
+            f"{manifest.version} is over a base of fingerprint {manifest.base.hex()[:12]}, and the engine holds"
+            f" {found}: publish the base first",
+            "base",
+        )
 
     def put(self, copy: Copy, owner: Peer) -> list[Copy]:
         """Takes in a copy that serves from now on; returns those that are not needed any more."""
         before = self._copies()
-        self.serving = copy.manifest.digest
+        self.serving, self._trainer = copy.manifest.digest, _trainer(copy.manifest)
         self.last = None if isinstance(copy, ChunkedCopy) else copy  # nothing is left of a chunked one
         if copy.manifest.base:
             self._replaced = frozenset(entry.name for entry in copy.manifest.tensors)
         else:
-            self._base, self.complete, self._replaced = self.last, copy.manifest.digest, frozenset()
+            self._base, self.complete, self._replaced = self.last, copy.manifest, frozenset()
         kept = self._copies()
         self._owners = {number: peer for number, peer in self._owners.items() if number in map(id, kept)}
         if self.keeps(copy):
@@ -85,7 +100,7 @@ class Good:
 
     def lose(self) -> None:
         """Notes that the engine holds no version that is known."""
-        self.serving = self.complete = b""
+        self.serving, self.complete = b"", None
 
     def clear(self) -> list[Copy]:
         """Lets go of all copies."""
@@ -115,3 +130,7 @@ class Good:
         """Raises BridgeError("torn") if bytes may have changed while they were read."""
         for copy in self._copies():
             copy.confirm()
+
+
+def _trainer(manifest: messages.Manifest) -> tuple[str, int]:
+    return manifest.version.run_id, manifest.version.incarnation

@@ -206,6 +206,7 @@ class VllmEngine(RolloutEngine):
         self._staged: sender.Version | None = None
         self._base: sender.Version | None = None  # complete, if later versions may be partial
         self._fixed: frozenset[str] = frozenset()  # what they may keep of it
+        self._may_hold_base = bool(config.endpoints)  # of an earlier trainer
         self._stager: DeviceStager | None = None
         self._transport = config.transport
         self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
@@ -288,23 +289,13 @@ class VllmEngine(RolloutEngine):
         return self._publish(weights, version, "host")
 
     def _publish(self, weights: PolicyWeights, version: int, transport: str) -> dict[str, float]:
-        assert self._model is not None
-        identity: dict[str, Any] = {
-            "version": messages.Version(run_id=self._run_id, incarnation=self._incarnation, step=self._step(version)),
-            "model": self._model[0],
-            "scheme": self._model[1],
-        }
-        staged: sender.Version
         over, paths = self._over(weights)
-        if over is not None or transport == "host":
-            staged = sender.stage(engine_tensors(weights, stacked=True, paths=paths), over=over, **identity)
-            staged.base = self._staged if isinstance(self._staged, sender.StagedVersion) else None
-        else:
-            stager = self._device_stager(weights)
-            if self._config.staging_buffers < 2:
-                self._close_versions()
-            staged = stager.stage(weights, **identity)
-
+        staged = self._stage(weights, version, transport, over, paths)
+        if over is None and self._may_hold_base and weights.fixed:
+            paths = moving(models.config_of(weights.graphdef), weights.fixed)
+            over, self._again = staged, self._again + 1
+            staged = self._stage(weights, version, transport, over, paths)
+        self._may_hold_base = False
         try:
             assert self._model_json is not None
             hosts.check_manifest(staged.manifest)
@@ -314,6 +305,8 @@ class VllmEngine(RolloutEngine):
                 hosts.check_facts(self.facts)
         except BaseException as error:
             staged.close()
+            if over is not None and over is not self._base:
+                over.close()
             if over is None or getattr(error, "code", "") != "base":
                 raise
             self._log(f"publishing all weights: {error}")
@@ -326,8 +319,10 @@ class VllmEngine(RolloutEngine):
         if isinstance(staged, sender.StagedVersion):
             staged.base = None  # closed with the next line; who has not asked for the changes by now gets the whole
         before, self._staged = (self._staged, self._base), staged
-        if over is None:
-            self._base, self._fixed = (staged, weights.fixed) if weights.fixed else (None, frozenset())
+        if self._base is None and over is not None and not report["base_s"]:
+            self._log("the engine holds the base already: adapters alone were published")
+        if over is None or over is not self._base:
+            self._base, self._fixed = (over or staged, weights.fixed) if weights.fixed else (None, frozenset())
         for old in before:
             if old is not None and old is not self._base:
                 old.close()
@@ -342,6 +337,30 @@ class VllmEngine(RolloutEngine):
             report = report | {"start_engine_s": max(replica.start_s for replica in self.fleet.replicas)}
         self.version = version
         return report
+
+    def _stage(
+        self,
+        weights: PolicyWeights,
+        version: int,
+        transport: str,
+        over: sender.Version | None,
+        paths: frozenset[str] | None,
+    ) -> sender.Version:
+        """Stages what lies at `paths` of a version; over: the complete version that has the rest, None: all is."""
+        assert self._model is not None
+        identity: dict[str, Any] = {
+            "version": messages.Version(run_id=self._run_id, incarnation=self._incarnation, step=self._step(version)),
+            "model": self._model[0],
+            "scheme": self._model[1],
+        }
+        if over is not None or transport == "host":
+            staged = sender.stage(engine_tensors(weights, stacked=True, paths=paths), over=over, **identity)
+            staged.base = self._staged if isinstance(self._staged, sender.StagedVersion) else None
+            return staged
+        stager = self._device_stager(weights)
+        if self._config.staging_buffers < 2:
+            self._close_versions()
+        return stager.stage(weights, **identity)
 
     def _step(self, version: int) -> int:
         """The bridge's number for a version: its own, plus how often one was published again with other weights."""
