@@ -203,9 +203,13 @@ def test_no_bridge_outlives_the_run(run):
         assert not alive(pid)
 
 
-def test_a_run_of_adapters_publishes_them_alone_and_no_token_differs(tmp_path):
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_run_of_adapters_publishes_them_alone_and_no_token_differs(tmp_path, shards):
     """The base travels with the first version; norms learn, too."""
-    world = Run(tmp_path, "w4a16:g32").world.changed(
+    world = Run(tmp_path, "w4a16:g32").world
+    engine = world.tree["rollout"]["engine"] | {"tensor_parallel_size": shards}
+    world = world.changed(
+        rollout={"engine": engine},
         lora={"rank": 8, "alpha": 12, "train_norms": True},
         optimizer={"name": "adamw", "lr": 0.01},
         train={"steps": 3},

@@ -54,8 +54,8 @@ class Config:
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise UserError(f"alpha must be positive and finite, got {self.alpha}; alpha=rank scales by 1.")
 
-    def check(self, quant: Any, critic: Any, engine: Any) -> None:
-        """Refuses sections `quant`, `critic` and `rollout.engine` of a run that do not go with a frozen base."""
+    def check(self, quant: Any, critic: Any) -> None:
+        """Refuses sections `quant` and `critic` of a run that do not go with a frozen base."""
         learner, sampler = quant.forward, quant.rollout_scheme
         if learner not in ("bf16", sampler):
             raise UserError(
@@ -71,8 +71,6 @@ class Config:
                 "critic: it begins with the policy's masters, and under lora there are none; give it adapters"
                 " (critic.lora={}), or name a model's folder in critic.path."
             )
-        if getattr(engine, "tensor_parallel_size", 1) > 1:
-            raise UserError("rollout.engine.tensor_parallel_size: under lora the engine is on one GPU; set it to 1.")
 
     @property
     def adapters(self) -> Lora:

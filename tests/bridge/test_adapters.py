@@ -108,6 +108,41 @@ def test_read_back_finds_what_is_not_the_published_adapter(mode):
     assert held.compare({}, mode, np.random.default_rng(0)) == (0, 0)
 
 
+def test_two_shards_compute_the_halves_of_one_shard():
+    """Of q|k|v each has half of the rows of every part; o's inputs are gathered."""
+    modules, whole, version = made(dict.fromkeys(SIZES, 4))
+    whole.load(version)
+    x = torch.from_numpy(np.random.default_rng(1).normal(size=(5, K))).bfloat16()
+    y = torch.linspace(-2, 2, 32).bfloat16()
+    for layer in modules.values():
+        layer.y = y
+    wanted = {name: modules[f"{PARENT}.{name}"](x)[0] for name in ("qkv_proj", "o_proj")}
+    shapes = {name: list(tensor.shape) for name, tensor in version.items()}
+    for rank in range(2):
+        qkv, o = Layer(32, [size // 2 for size in SIZES.values()]), Layer(32, [32])
+        o.input_size_per_partition = K // 2
+        rows = np.concatenate(
+            [start + rank * size // 2 + np.arange(size // 2) for start, size in ((0, 16), (16, 8), (24, 8))]
+        )
+        qkv.y, o.y = y[rows], y
+        shard = Adapters(
+            {f"{PARENT}.qkv_proj": qkv, f"{PARENT}.o_proj": o},
+            shapes,
+            product=product,
+            dtype=torch.float64,
+            device="cpu",
+            rank=rank,
+            gather=lambda part: x,
+        )
+        shard.load(version)
+        assert torch.equal(qkv(x)[0], wanted["qkv_proj"][:, rows])
+        assert torch.equal(o(x[:, : K // 2])[0], wanted["o_proj"])
+        assert shard.compare(version, "full", np.random.default_rng(0))[0] == 2
+        shard._of[f"{PARENT}.qkv_proj"].b[9, 0] += 1
+        with pytest.raises(BridgeError, match=r"the adapter of model\.layers\.0\.self_attn\.qkv_proj"):
+            shard.compare(version, "full", np.random.default_rng(0))
+
+
 def test_adapters_that_fit_no_live_layer_are_refused():
     modules, _, version = made(dict.fromkeys(SIZES, 4))
     shapes = {name: list(tensor.shape) for name, tensor in version.items()}

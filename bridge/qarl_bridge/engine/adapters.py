@@ -13,8 +13,11 @@ Layers that vLLM fuses have one adapter, whose B is block diagonal:
 The zeros of B add exact zeros, so that these are the numbers of three adapters, from two products. Both are the
 device's own: sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, in one part (no split-K).
 
+A shard of a tensor-parallel engine holds the rows of B that its layer has outputs for, and all of A: where a layer's
+inputs are spread over the shards, they are gathered first. So the numbers are those of one shard.
+
 vLLM sees none of it: tensors are no parameters or buffers of a module, which its reload would rebuild. What we left
-out: experts, embeddings, the head, several shards, vLLM's own arithmetic. Not run on a GPU.
+out: experts, embeddings, the head, vLLM's own arithmetic. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import FUSED
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Gather = Callable[[torch.Tensor], torch.Tensor]
 OneHot = tuple[np.ndarray, torch.Tensor]  # inputs [R], and rows [R, K] that are 1 there
 _UNIT = 8  # ranks are filled up with zeros: a row of B has whole 16 bytes
 _CHUNK = 256  # one-hot rows pushed at once
@@ -40,11 +44,17 @@ _CHUNK = 256  # one-hot rows pushed at once
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """One published adapter: its module, its place among the ranks, and its rows of the outputs."""
+    """One published adapter: its module, its place among the ranks, its rows of the outputs, and which of B's these
+    are."""
 
     module: str
     ranks: slice
     rows: slice
+    of: slice
+
+    def b(self, published: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The rows of B that the layer has outputs for."""
+        return published[self.module + adapters.B][self.of]
 
 
 class Adapter:
@@ -73,22 +83,14 @@ class Adapter:
         d = self._product(self._product(x, self.a), self.b)
         return y - (0.0 - d)  # y + d, but y itself, and not +0 for -0, where d is 0
 
-    def _places(self) -> list[tuple[str, torch.Tensor]]:
-        return [
-            pair
-            for one in self.slices
-            for pair in (
-                (one.module + adapters.A, self.a[one.ranks]),
-                (one.module + adapters.B, self.b[one.rows, one.ranks]),
-            )
-        ]
-
     def load(self, published: Mapping[str, torch.Tensor]) -> None:
         """Copies what is there of it into place."""
         with torch.no_grad():
-            for name, place in self._places():
-                if name in published:
-                    place.copy_(published[name])
+            for one in self.slices:
+                if one.module + adapters.A in published:
+                    self.a[one.ranks].copy_(published[one.module + adapters.A])
+                if one.module + adapters.B in published:
+                    self.b[one.rows, one.ranks].copy_(one.b(published))
 
     def clear(self) -> None:
         """Makes the layer the base's."""
@@ -106,12 +108,13 @@ class Adapter:
         where = published[self.slices[0].module + end].device
         out = torch.zeros((len(inputs), outputs), dtype=torch.bfloat16, device=where)
         for one in self.slices:
-            at, columns, to = np.arange(len(inputs)), inputs, one.ranks
+            at, columns, to, held = np.arange(len(inputs)), inputs, one.ranks, published[one.module + end]
             if end == adapters.B:
+                held = one.b(published)
                 at = np.flatnonzero((one.ranks.start <= inputs) & (inputs < one.ranks.stop))
                 columns, to = inputs[at] - one.ranks.start, one.rows
             index = torch.from_numpy(columns).to(where)
-            out[torch.from_numpy(at).to(where), to] = published[one.module + end].index_select(1, index).t()
+            out[torch.from_numpy(at).to(where), to] = held.index_select(1, index).t()
         return out
 
     def differing(
@@ -134,12 +137,13 @@ class Adapter:
         return wrong, pushed
 
 
-def _with(adapter: Adapter, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's `forward`, which returns its output, or a tuple that begins with it."""
+def _with(adapter: Adapter, forward: Callable[..., Any], gather: Gather | None) -> Callable[..., Any]:
+    """A layer's `forward`, which returns its output, or a tuple that begins with it. gather: for its inputs."""
 
     @functools.wraps(forward)
     def call(x: torch.Tensor, *args: Any, **named: Any) -> Any:
         out = forward(x, *args, **named)
+        x = x if gather is None else gather(x)
         return (adapter(x, out[0]), *out[1:]) if isinstance(out, tuple) else adapter(x, out)
 
     return call
@@ -152,6 +156,7 @@ class Adapters:
       modules: all of the model's, by name.
       shapes: of the published tensors of adapters, by name.
       product, dtype, device: see `Adapter`.
+      rank: of this shard. gather: [..., K of a shard] -> [..., K], where inputs are spread over shards.
 
     Raises:
       BridgeError("setup"): a live layer is missing, or of another shape.
@@ -165,6 +170,8 @@ class Adapters:
         product: Product,
         dtype: torch.dtype,
         device: Any,
+        rank: int = 0,
+        gather: Gather | None = None,
     ):
         self._of: dict[str, Adapter] = {}
         left = set(shapes)
@@ -174,19 +181,23 @@ class Adapters:
             if not any(part + adapters.A in shapes for part in parts) or not hasattr(module, "quant_method"):
                 continue
             sizes = getattr(module, "output_partition_sizes", None) or [module.output_size]
-            slices, rank, row = [], 0, 0
+            shards = module.output_size // sum(sizes)  # over which its outputs are spread
+            slices, ranks, row = [], 0, 0
             for part, size in zip(parts, sizes, strict=True):
                 if part + adapters.A in shapes:
                     own = shapes[part + adapters.A][0]
-                    wanted = [own, module.input_size], [size, own]
+                    wanted = [own, module.input_size], [shards * size, own]
                     if (list(shapes[part + adapters.A]), list(shapes[part + adapters.B])) != wanted:
                         raise BridgeError(f"the adapter of {part} does not fit [{size}, {module.input_size}]", "setup")
-                    slices.append(_Slice(part, slice(rank, rank + own), slice(row, row + size)))
+                    start = rank * size if shards > 1 else 0
+                    rows = slice(row, row + size)
+                    slices.append(_Slice(part, slice(ranks, ranks + own), rows, slice(start, start + size)))
                     left -= {part + adapters.A, part + adapters.B}
-                    rank += own
+                    ranks += own
                 row += size
             adapter = Adapter(slices, row, module.input_size, product=product, dtype=dtype, device=device)
-            module.forward = _with(adapter, module.forward)
+            spread = getattr(module, "input_size_per_partition", module.input_size) < module.input_size
+            module.forward = _with(adapter, module.forward, gather if spread else None)
             self._of[name] = adapter
         if left:
             raise BridgeError(f"the engine has no layer for {min(left)}", "setup")

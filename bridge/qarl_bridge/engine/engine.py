@@ -57,13 +57,6 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
     return found.pop()
 
 
-def _check_adapters(shapes: Mapping[str, Any], options: messages.EngineOptions, shard: Shard) -> None:
-    """Refuses adapters where no learner mirrors them."""
-    if shapes and (options.arithmetic == "vllm" or not shard.is_whole):
-        named = "arithmetic=vllm" if shard.is_whole else f"tensor_parallel_size={shard.size}"
-        raise BridgeError(f"adapters are not served with rollout.engine.{named}: leave it out", "setup")
-
-
 def _prepare_environment(w4a8: bool) -> None:
     """Before vllm is imported: it reads these once."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights iterator holds live tensors: same process
@@ -130,7 +123,10 @@ class VllmEngine:
             raise BridgeError(f"vLLM cannot be imported by {sys.executable}: {error}", "setup") from None
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         shapes = {name: one.shape for name, one in expected.items() if adapters.is_adapter(name)}
-        _check_adapters(shapes, options, shard)
+        if not shard.is_whole:
+            versions.name_shared_memory(os.environ["MASTER_PORT"])
+        if shapes and options.arithmetic == "vllm":
+            raise BridgeError("adapters are not served with rollout.engine.arithmetic=vllm: leave it out", "setup")
         arguments = versions.engine_arguments(
             options, path=path, has_weights=has_weights, on_gpu=on_gpu, adapters=shapes
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.platforms import current_platform
 
 from qarl_bridge.engine import versions
@@ -54,7 +55,15 @@ class BridgeWorker(_Worker):
         if asked["adapters"]:
             product, dtype = _product()
             device = self.model_runner.device
-            self.adapters = Adapters(modules, asked["adapters"], product=product, dtype=dtype, device=device)
+            self.adapters = Adapters(
+                modules,
+                asked["adapters"],
+                product=product,
+                dtype=dtype,
+                device=device,
+                rank=get_tensor_model_parallel_rank(),
+                gather=tensor_model_parallel_all_gather,
+            )
         if asked["record_routing"]:
             config = self.model_config.hf_text_config
             self.recorder = Recorder(
