@@ -388,6 +388,19 @@ def test_the_notebook_of_a_loss_runs_from_top_to_bottom(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_notebook_of_adapters_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tiny.World(tmp_path).command()[1]
+    overrides = ["lora={rank: 8, alpha: 16}", "optimizer={name: adamw, lr: 1e-2}"]
+    space = run_notebook("lora", CONFIG=file, OVERRIDES=overrides, FOLDER="adapters", STEPS=2)
+    # The claims of the text: learner and sampler are one policy, adapters alone move, and the folder is that policy.
+    assert space["before"][0] < 2e-6
+    assert all(numbers["mismatch/max_abs"] < 2e-6 for numbers in space["history"])
+    assert len(space["moved"]) == len(space["learned"]) == 14
+    assert abs(space["loaded"] - space["trained"]).max() < 2e-6
+
+
+@pytest.mark.slow
 def test_the_notebook_of_a_tpu_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     space = run_notebook("tpu", FOLDER="shapes", LAYERS=2, ROWS=4, LENGTH=512)
