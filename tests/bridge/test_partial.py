@@ -188,9 +188,18 @@ def test_bad_adapters_are_refused_while_the_last_good_version_serves(served):
     poisoned[1, 3] = np.nan
     foreign = f"{K_WEIGHT.removesuffix('.weight')}{adapters.A}"
     for changes, code, words in (
-        ({Q + adapters.A: np.zeros((4, 8), bf16)}, "tensor", r"lora_A.*\[4, 8\], the engine expects bfloat16\[2, 8\]"),
+        ({Q + adapters.A: np.zeros((2, 9), bf16)}, "tensor", r"lora_A.*\[2, 9\], the engine expects bfloat16\[2, 8\]"),
+        (
+            {Q + adapters.A: np.zeros((4, 8), bf16), Q + adapters.B: np.zeros((8, 4), bf16)},
+            "setup",
+            "2 has adapters of rank 4 of q_proj, and the engine was started for adapters of rank 2 of q_proj: start it",
+        ),
         ({Q + adapters.B: np.zeros((9, 2), bf16)}, "tensor", r"lora_B.*\[9, 2\]"),
-        ({foreign: np.zeros((2, 8), bf16)}, "tensor", "k_proj.lora_A.*started for adapters of q_proj alone"),
+        (
+            {foreign: np.zeros((2, 8), bf16)},
+            "setup",
+            "of rank 2 of k_proj and q_proj, and the engine.*of rank 2 of q_proj:",
+        ),
         ({Q + adapters.B: None}, "torn", "lacks 1 tensor.*q_proj.lora_B"),
         ({NORM: None}, "torn", "lacks 1.*the version before it replaced, first: model.norm"),
         ({K_WEIGHT: BASE(0)[K_WEIGHT]}, "torn", "lacks.*fused module"),
@@ -205,7 +214,7 @@ def test_bad_adapters_are_refused_while_the_last_good_version_serves(served):
 def test_an_engine_without_adapters_refuses_them(bridge):
     client = bridge.trainer()
     client.publish(bridge_world.staged(0))
-    with refused("tensor", "unknown.*lora_A.*started for no adapters"):
+    with refused("setup", "adapters of rank 2 of q_proj, and the engine was started for no adapters"):
         client.publish(bridge_world.staged(1, replace={n: a for n, a in some(0).items() if n != NORM}))
     still_serves(bridge, client, 0)
 

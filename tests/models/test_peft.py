@@ -156,6 +156,16 @@ def changed(name, change):
         ({"use_dora": True}, None, "use_dora=True is not supported"),
         ({"modules_to_save": ["lm_head"]}, None, "modules_to_save=['lm_head'] is not supported"),
         ({"peft_type": "LOHA"}, None, "peft_type='LOHA' is not supported"),
+        ({"init_lora_weights": "pissa"}, None, "init_lora_weights='pissa' is not supported"),
+        ({"alora_invocation_tokens": [3]}, None, "alora_invocation_tokens=[3] is not supported"),
+        ({"lora_alpha": "much"}, None, "adapter_config.json: lora_alpha or alpha_pattern gives model.layers.0"),
+        ({"alpha_pattern": {"(": 3}}, None, "gives model.layers.0.self_attn.k_proj no scale"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, None, "gives model.layers.0.self_attn.q_proj the scale nan"),
+        (
+            {},
+            changed("0.mlp.up_proj.lora_A", lambda x: x[:4].copy()),
+            "up_proj.lora_A.weight has rank 4 and its lora_B 8",
+        ),
         ({}, without("layers.1.mlp.up_proj"), "2 tensor(s) missing that lora.targets asks for: base_model"),
         (
             {},

@@ -7,11 +7,14 @@ import dataclasses
 import jax
 import pytest
 from qarl_bridge.client import sender
+from qarl_bridge.protocol import adapters, messages
 
 from qarl_jax import models
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors, moving
-from tests.reference.bridge_world import wait_for
-from tests.reference.fleet_world import Bridge, drawn, key_file, weights
+from qarl_jax.types import UserError
+from qarl_jax.verify import ladder
+from tests.reference.bridge_world import draws, wait_for
+from tests.reference.fleet_world import KEY, Bridge, drawn, key_file, weights
 
 NORMS = frozenset(path for path in models.by_path(weights().params) if "norm" in path)
 FIXED = frozenset(models.by_path(weights().params)) - NORMS
@@ -139,3 +142,20 @@ def test_another_base_is_replaced_whole_and_never_had_adapters_of_this_one(serve
     assert [bridge.engine.loads for bridge in bridges] == [number + 2 for number in loads]
     assert not any("holds the base" in line for line in lines)
     later.close()
+
+
+def test_adapters_that_a_bridge_was_not_started_for_are_the_users_to_mend(served):
+    """A rank and targets, in one sentence; the version before serves on."""
+    engine, bridges = served
+    for bridge in bridges:
+        bridge.engine.expected = adapters.expected(bridge.engine.expected, 4, ["q_proj"])
+    engine.close()
+    later = VllmEngine(engine._config, run_id="later", incarnation=1)
+    said = "has adapters of rank 8 of down_proj .*, and the engine was started for adapters of rank 4 of q_proj: start"
+    with pytest.raises(UserError, match=said):
+        later.publish(ladder.with_adapters(weights(), 8), 0)
+    later.close()
+    client = sender.Client(bridges[0].address, KEY, timeout_s=60)
+    again = client.generate(draws(), messages.Sampling(max_tokens=4))
+    assert {one.spans[0].version.run_id for one in again} == {"run"}
+    client.close()

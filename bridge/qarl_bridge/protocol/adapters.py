@@ -32,6 +32,15 @@ def module_of(name: str) -> str:
     return name.removesuffix(A).removesuffix(B)
 
 
+def words(shapes: Mapping[str, Sequence[int]]) -> str:
+    """The adapters among tensors of these shapes: "adapters of rank 8 of q_proj and v_proj", or "no adapters"."""
+    own = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+    ranks = sorted({shape[0 if name.endswith(A) else -1] for name, shape in own.items() if shape})
+    targets = sorted({module_of(name).rpartition(".")[2] for name in own})
+    said = (" and ".join(map(str, some)) for some in (ranks, targets))
+    return "adapters of rank {} of {}".format(*said) if own else "no adapters"
+
+
 def expected(tensors: Mapping[str, Expected], rank: int, targets: Sequence[str]) -> dict[str, Expected]:
     """Adds the adapters of an engine's options to the tensors of a checkpoint; those it has already stay.
 

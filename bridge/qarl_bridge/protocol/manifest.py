@@ -55,6 +55,13 @@ def check_manifest(
 
 
 def _check_tensors(manifest: Manifest, seen: set[str], expected: Mapping[str, Expected]) -> None:
+    ours, theirs = (adapters.words({one.name: one.shape for one in x}) for x in (manifest.tensors, expected.values()))
+    if ours != theirs:
+        raise BridgeError(
+            f"{manifest.version} has {ours}, and the engine was started for {theirs}: start it with the run's rank and"
+            " targets (lora_rank and lora_targets in its --options), or change the run's section lora",
+            "setup",
+        )
     wanted = set(expected)
     if manifest.base:
         modules = {formats.live_module(name) for name in seen}
@@ -66,14 +73,7 @@ def _check_tensors(manifest: Manifest, seen: set[str], expected: Mapping[str, Ex
             "torn",
         )
     if foreign := sorted(seen - expected.keys()):
-        why = ""
-        if all(map(adapters.is_adapter, foreign)):
-            targets = {adapters.module_of(name).rpartition(".")[2] for name in expected if adapters.is_adapter(name)}
-            served = f"adapters of {', '.join(sorted(targets))} alone" if targets else "no adapters"
-            why = f": the engine was started for {served}"
-        raise BridgeError(
-            f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}{why}", "tensor"
-        )
+        raise BridgeError(f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}", "tensor")
     for entry in manifest.tensors:
         want = expected[entry.name]
         if entry.dtype != want.dtype or entry.shape != want.shape:

@@ -38,6 +38,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "fan_in_fan_out": (None, False),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    # PiSSA, OLoRA, CorDA, LoftQ and the like move the base's own weights.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -104,6 +113,8 @@ def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[s
         )
     try:
         values = json.loads((path / CONFIG).read_text())
+        if not isinstance(values, dict):
+            raise ValueError("no object")
     except ValueError as error:
         raise UserError(f"{path / CONFIG} is not JSON ({error}).") from None
     for key, known in _PLAIN.items():
@@ -114,7 +125,14 @@ def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[s
     file, names = safetensors.SafetensorsFile(path / WEIGHTS), _own_names(config)
     _check_names({name for own in names.values() for name in own}, set(file.entries), file.path)
     shapes = {own: leaf.shape[1:] for own, leaf in by_path(split(abstract_model(config))[1]).items() if own in names}
-    return values, {own: [_tensor(file, name, shape) for name in names[own]] for own, shape in shapes.items()}
+    found = {own: [_tensor(file, name, shape) for name in names[own]] for own, shape in shapes.items()}
+    for own in (own for own in found if own.endswith("lora_a")):
+        other = own.removesuffix("lora_a") + "lora_b"
+        for name, a, b in zip(names[own], found[own], found[other], strict=True):
+            if len(a) != b.shape[1]:
+                raise UserError(f"{file.path}: {name} has rank {len(a)} and its lora_B {b.shape[1]}; get it again.")
+            _scale_of(values, _module(name), len(a), path / CONFIG)
+    return values, found
 
 
 def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
@@ -136,8 +154,9 @@ def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
             if keys[-1] == "lora_a":
                 stack[number, : len(tensor)] = tensor
             else:
-                module, rank = name.removeprefix(_PREFIX).rsplit(".", 2)[0], tensor.shape[1]
-                stack[number, :, :rank] = tensor * np.float32(_scale_of(values, module, rank) / config.lora.scale)
+                rank = tensor.shape[1]
+                scale = _scale_of(values, _module(name), rank, pathlib.Path(folder) / CONFIG)
+                stack[number, :, :rank] = tensor * np.float32(scale / config.lora.scale)
         out.append((keys, variable.replace(jax.device_put(stack.astype(like.dtype), like.sharding))))
     return nnx.from_flat_state(out)
 
@@ -158,6 +177,8 @@ def _tensor(file: safetensors.SafetensorsFile, name: str, like: tuple[int, ...])
     shape, ranked = file.entries[name][1], int(".lora_B." in name)  # dim of the rank
     if len(shape) != 2 or shape[1 - ranked] != like[1 - ranked]:
         raise UserError(f"{file.path}: {name} has shape {shape}, and the base asks for {like}: it is another base's.")
+    if not shape[ranked]:
+        raise UserError(f"{file.path}: {name} has rank 0; get the adapter again.")
     if shape[ranked] > like[ranked]:
         raise UserError(f"{file.path}: {name} has rank {shape[ranked]}, above lora.rank={like[ranked]}; raise that.")
     values = np.asarray(file.tensor(name)).astype(np.float32)
@@ -166,9 +187,19 @@ def _tensor(file: safetensors.SafetensorsFile, name: str, like: tuple[int, ...])
     return values
 
 
-def _scale_of(values: Mapping[str, Any], module: str, rank: int) -> float:
-    """The scale that PEFT gives a module's adapter."""
+def _module(name: str) -> str:
+    """The module of an adapter's tensor, as patterns name it."""
+    return name.removeprefix(_PREFIX).rsplit(".", 2)[0]
+
+
+def _scale_of(values: Mapping[str, Any], module: str, rank: int, path: pathlib.Path) -> float:
+    """The scale that PEFT gives a module's adapter; raises UserError where the settings in `path` say none."""
     patterns = values.get("alpha_pattern") or {}
-    found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-    alpha = next(found, values.get("lora_alpha", 8))
-    return float(alpha) / (math.sqrt(rank) if values.get("use_rslora") else rank)
+    try:
+        found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        alpha = float(next(found, values.get("lora_alpha", 8)))
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise UserError(f"{path}: lora_alpha or alpha_pattern gives {module} no scale ({error}).") from None
+    if not math.isfinite(alpha):
+        raise UserError(f"{path}: lora_alpha or alpha_pattern gives {module} the scale {alpha}.")
+    return alpha / (math.sqrt(rank) if values.get("use_rslora") else rank)
