@@ -23,18 +23,18 @@ from tests.reference.qwen3 import qwen3
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_adapters.py"
 MODEL = str(pathlib.Path(__file__).parents[2] / "assets" / "tiny-qwen3")
-NIGHTLY = [pytest.param(scheme, marks=pytest.mark.nightly) for scheme in ("bf16", "w4a16")]
+NIGHTLY = [pytest.param(of, marks=pytest.mark.nightly) for of in (("bf16", 40), ("w4a16", 200))]
 
 
-@pytest.fixture(scope="module", params=["w8a8", *NIGHTLY])
+@pytest.fixture(scope="module", params=[("w8a8", 40), *NIGHTLY], ids=str)
 def found(request, tmp_path_factory):
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("engine")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), request.param, str(folder)], capture_output=True, text=True, timeout=600
-    )
+    scheme, publishes = request.param
+    command = [sys.executable, str(SCRIPT), scheme, str(folder), str(publishes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    result = json.loads(done.stdout.strip().splitlines()[-1]) | {"publishes": publishes}
     assert "error" not in result, (result, done.stderr[-3000:])
     return result
 
@@ -59,10 +59,12 @@ def test_a_partial_version_is_served_as_the_same_version_whole(found):
 
 def test_many_publishes_in_a_row_leave_nothing_behind(found):
     row = found["row"]
+    assert len(row["versions"]) >= found["publishes"]
     assert set(row["versions"]) == {0}, "every completion was drawn under the version published last"
     assert row["files"][-1] <= row["files"][5] + 2
     growth = row["rss"][-1] - row["rss"][5]
-    assert growth < 4 * row["bytes"], "one copy per version would be nearly ten times as much"
+    assert growth < 4 * row["bytes"], "one copy per version would be ten or fifty times as much"
+    assert row["slots"] == 2 * 16, "every version lies in the memory that the first one had"
     assert "loading whole modules" in found["notes"]
 
 

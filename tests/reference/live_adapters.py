@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM with adapters behind a bridge: run as a process, `python live_adapters.py SCHEME FOLDER`.
+"""A real vLLM with adapters behind a bridge: run as a process, `python live_adapters.py SCHEME FOLDER PUBLISHES`.
 
 Prints one JSON object, the findings. The engine's layers are compared with the formula of an adapter in numpy.
 """
@@ -32,7 +32,6 @@ from tests.reference.live_engine import DRAWS, KEY, MODEL
 RANK = 4
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a fused layer, k has none
 NORM = "model.layers.2.input_layernorm.weight"
-PUBLISHES = 40
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Tensors = dict[str, np.ndarray]
 
@@ -122,18 +121,28 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def in_a_row(trainer: Trainer, expected: Any, norm: np.ndarray, base: sender.Version) -> dict[str, Any]:
+def slots(engine: VllmEngine) -> set[int]:
+    """Addresses of all adapters' matrices."""
+    assert engine._adapters is not None
+    return {x.data_ptr() for one in engine._adapters._of.values() for x in (one.a, one.b)}
+
+
+def in_a_row(
+    trainer: Trainer, engine: VllmEngine, expected: Any, norm: np.ndarray, base: sender.Version, publishes: int
+) -> dict[str, Any]:
     """Many publishes, each of which is drawn from."""
     found: dict[str, Any] = {"versions": [], "rss": [], "files": [], "load_s": [], "readback_s": []}
-    for number in range(PUBLISHES):
+    places = slots(engine)
+    for number in range(publishes):
         held, report = trainer.publish(some(expected, norm, number), base, "sampled")
         held.close()
         found["versions"] += {one[2] - held.manifest.version.step for one in trainer.draw()}
+        places |= slots(engine)
         found["rss"].append(resident())
         found["files"].append(len(os.listdir("/proc/self/fd")))
         found["load_s"].append(report["load_s"])
         found["readback_s"].append(report["readback_s"])
-    return found | {"bytes": report["bytes"], "tensors": report["tensors"]}
+    return found | {"bytes": report["bytes"], "tensors": report["tensors"], "slots": len(places)}
 
 
 def refusals(trainer: Trainer, engine: VllmEngine, good: Tensors, base: sender.Version) -> list[list[Any]]:
@@ -172,7 +181,7 @@ def refusals(trainer: Trainer, engine: VllmEngine, good: Tensors, base: sender.V
     return out
 
 
-def scenario(trainer: Trainer, engine: VllmEngine, base: Tensors, expected: Any) -> dict[str, Any]:
+def scenario(trainer: Trainer, engine: VllmEngine, base: Tensors, expected: Any, publishes: int) -> dict[str, Any]:
     """Runs it."""
     found: dict[str, Any] = {}
     norm = base[NORM]
@@ -194,7 +203,7 @@ def scenario(trainer: Trainer, engine: VllmEngine, base: Tensors, expected: Any)
     trainer.publish(base | some(expected, norm, 2))  # complete
     again, _ = trainer.publish(base | one)
     found["partial_is_whole"] = [bits(trainer.draw(t)) for t in (0.0, 1.0)] == drawn
-    found["row"] = in_a_row(trainer, expected, norm, again)
+    found["row"] = in_a_row(trainer, engine, expected, norm, again, publishes)
     trainer.publish(one, again)
     found["partial_is_whole_again"] = [bits(trainer.draw(t)) for t in (0.0, 1.0)] == drawn
     found["outputs"].append(differing(trainer, base | one))
@@ -203,7 +212,7 @@ def scenario(trainer: Trainer, engine: VllmEngine, base: Tensors, expected: Any)
     return found
 
 
-def main(scheme: str, folder: str) -> None:
+def main(scheme: str, folder: str, publishes: str) -> None:
     weights = ladder.load(MODEL, scheme, "cpu")
     base = dict(engine_tensors(weights))
     plain = {
@@ -222,7 +231,7 @@ def main(scheme: str, folder: str) -> None:
     def train() -> None:
         try:
             trainer = Trainer(listener.address, engine.facts)
-            found.update(scenario(trainer, engine, base, expected))
+            found.update(scenario(trainer, engine, base, expected, int(publishes)))
             trainer.client.close()
         except BaseException as error:
             found["error"] = repr(error)
