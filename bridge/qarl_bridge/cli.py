@@ -19,11 +19,15 @@ from typing import Any
 
 import msgspec
 
+from qarl_bridge.client import sender
 from qarl_bridge.protocol import adapters, expert_stacks, messages
 from qarl_bridge.protocol.manifest import expected_from_safetensors
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import folder
 from qarl_bridge.server.bridge import Bridge
 from qarl_bridge.server.engine_api import Engine
+from qarl_bridge.server.staged import HostCopy
+from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Listener
 
 
@@ -84,6 +88,17 @@ def _log(line: str) -> None:
 def _told(error: BridgeError) -> str:
     """Makes one line of an error of any number of lines: a trainer looks for it in the log."""
     return f"error: {' '.join(str(error).split())}"
+
+
+def _adopt_folder(bridge: Bridge, engine: Engine, path: str) -> None:
+    """Makes a folder's weights a base that trainers may publish adapters over."""
+    version = messages.Version(run_id="initial", incarnation=0, step=0)
+    tensors = folder.tensors(path, engine.expected)
+    staged = sender.stage(tensors, version=version, model=engine.facts.model, scheme=engine.facts.scheme)
+    try:
+        bridge.adopt(HostCopy(staged.manifest, shm.map_sealed(staged.fd, staged.manifest.total_bytes)))
+    finally:
+        staged.close()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -157,6 +172,8 @@ def main(argv: list[str] | None = None) -> int:
 
             engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options)
         bridge = Bridge(engine, _log, profile=options.profile)
+        if has_weights and options.lora_rank:
+            _adopt_folder(bridge, engine, args.model)
         if stopped:
             bridge.stop()
         _log(f"ready on {args.socket} after {time.perf_counter() - started:.1f} s: {engine.facts.profile}")

@@ -2,15 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions that replace some tensors of a complete one: adapters and norms travel alone."""
 
+import functools
+import json
 import os
 
 import ml_dtypes
 import numpy as np
 import pytest
+from qarl_bridge import cli
 from qarl_bridge.client import sender
-from qarl_bridge.protocol import adapters, messages
+from qarl_bridge.protocol import adapters, expert_stacks, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import bridge as server
 from qarl_bridge.server.chunked import ChunkedCopy
+from qarl_bridge.server.fake_engine import FakeEngine
+from safetensors.numpy import save_file
 
 from tests.reference import bridge_world
 from tests.reference.bridge_world import K_WEIGHT, SAMPLING, draws, refused, still_serves, version_of, world
@@ -255,3 +261,27 @@ def test_options_add_the_adapters_of_a_folder_of_weights():
         adapters.expected(weights, 4, ["gate_proj"])
     with refused("setup", "belong together"):
         messages.EngineOptions.from_json('{"lora_rank": 4}')
+
+
+def test_a_folder_that_an_engine_was_started_from_is_a_base_for_adapters(tmp_path):
+    """Its own weights, in two files, are a version like any other; the first trainer's adapters are all that travel."""
+    stacked = {"model.layers.1.mlp.experts.*.up_proj.weight": np.arange(24, dtype=np.int8).reshape(3, 2, 4)}
+    named = BASE(0) | {NORM: some(0)[NORM]} | stacked
+    apart = dict(expert_stacks.apart(named.items()))
+    for number, names in enumerate((list(apart)[:4], list(apart)[4:])):
+        save_file({name: apart[name] for name in names}, tmp_path / f"{number}.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(bridge_world.CONFIG))
+    config, expected, has_weights = cli.read_folder(str(tmp_path))
+    engine = FakeEngine(config, adapters.expected(expected, 2, ["q_proj"]), has_weights=has_weights)
+    bridge = server.Bridge(engine)
+    cli._adopt_folder(bridge, engine, str(tmp_path))
+    assert (bridge.state, str(bridge.version), engine.loads) == ("serving", "initial/0/0", 1)
+    own = {name: array for name, array in some(4).items() if name != NORM}
+    identity = {"model": engine.facts.model, "scheme": engine.facts.scheme}
+    of = functools.partial(messages.Version, run_id="run", incarnation=1)
+    first = sender.stage((named | own).items(), version=of(step=0), **identity)
+    partial = sender.stage(own.items(), version=of(step=1), over=first, **identity)
+    bridge._good.check(partial.manifest)
+    changed = sender.stage((named | own | {K_WEIGHT: BASE(1)[K_WEIGHT]}).items(), version=of(step=0), **identity)
+    with refused("base", "the engine holds one of fingerprint"):
+        bridge._good.check(sender.stage(own.items(), version=of(step=1), over=changed, **identity).manifest)

@@ -18,6 +18,7 @@ from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.vllm.engine import VllmEngine, engine_config, engine_tensors
 from qarl_jax.rollout.vllm.process import BridgeProcess
 from qarl_jax.verify import ladder
+from tests.reference.bridge_world import connected
 from tests.reference.qwen3 import qwen3
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -121,6 +122,34 @@ def test_a_run_starts_from_an_engine_that_holds_its_base_and_publishes_adapters_
     assert [report["tensors"] for report in reports] == [adapters] * 3
     assert [report["weights_read_back"] for report in reports] == [4 * config.num_layers] * 3  # fused layers
     assert [report["base_s"] > 0 for report in reports] == [True, False, True]
+
+
+@pytest.mark.nightly
+def test_a_run_starts_from_an_engine_that_loaded_its_base_from_a_folder(tmp_path):
+    pytest.importorskip("vllm")
+    weights = ladder.with_adapters(ladder.load(MODEL, "bf16", "cpu"), 8)
+    config = models.config_of(weights.graphdef)
+    settings = ladder.Options(prompts=8, prompt_len=16, response_len=16, threads=1).engine(config)
+    targets = [name for names in config.linear_names for name in names]
+    options = json.loads(settings.to_json()) | {"lora_rank": 8, "lora_targets": targets}
+    socket, key = str(tmp_path / "s"), str(tmp_path / "key")
+    command = [sys.executable, "-m", "qarl_bridge", "--socket", socket, "--model", MODEL, "--key-file", key]
+    with (tmp_path / "log").open("wb") as log:
+        bridge = subprocess.Popen([*command, "--options", json.dumps(options)], stdout=log, stderr=log)
+    try:
+        connected(socket, key, bridge, patience_s=400).close()
+        lines = []
+        settings = dataclasses.replace(settings, endpoints=(socket,), key_file=key)
+        with contextlib.closing(VllmEngine(settings, log=lines.append)) as engine:
+            report = engine.publish(weights, 0)
+            assert (report["tensors"], report["base_s"]) == (2 * 7 * config.num_layers, 0), lines
+            sampling, prompts = SamplingConfig(max_response_len=16), ladder.random_prompts(config.vocab_size, 8, 16, 0)
+            drawn = ladder.flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=0))
+            sampled = ladder.Sampled.of(drawn)
+            assert (ladder.score(weights, sampled)[0] == sampled.logprobs)[sampled.response].all()
+    finally:
+        bridge.terminate()
+        bridge.wait(60)
 
 
 @pytest.mark.nightly

@@ -25,14 +25,18 @@ def name_of(name: str) -> str:
     return _ONE.sub(_ALL, name)
 
 
+def names(stack: str, count: int) -> list[str]:
+    """Names the tensors that a stack of so many experts holds."""
+    return [stack.replace(_ALL, f".experts.{expert}.") for expert in range(count)]
+
+
 def apart(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """(name, tensor) pairs as a checkpoint has them: views of stacks, expert by expert."""
     for name, tensor in tensors:
         if _ALL not in name:
             yield name, tensor
             continue
-        for expert in range(len(tensor)):
-            yield name.replace(_ALL, f".experts.{expert}."), tensor[expert]
+        yield from zip(names(name, len(tensor)), tensor, strict=True)
 
 
 def expected(tensors: Mapping[str, messages.Expected]) -> dict[str, messages.Expected]:

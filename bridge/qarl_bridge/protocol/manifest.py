@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 from qarl_bridge.protocol import adapters, formats
 from qarl_bridge.protocol.errors import BridgeError
@@ -86,15 +87,23 @@ def _check_tensors(manifest: Manifest, seen: set[str], expected: Mapping[str, Ex
 def expected_from_safetensors(path: str) -> dict[str, Expected]:
     """Names, dtypes and shapes in a safetensors file, from its header alone."""
     try:
+        return {
+            name: Expected(name=name, dtype=SAFETENSORS_DTYPES[info["dtype"]], shape=info["shape"])
+            for name, info in safetensors_header(path)[1].items()
+        }
+    except KeyError as error:
+        raise BridgeError(f"cannot read the safetensors header of {path}: {error}", "setup") from None
+
+
+def safetensors_header(path: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(offset of the first tensor's bytes, {name: dtype, shape and data_offsets}) of a safetensors file."""
+    try:
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             if size > 256 << 20:
                 raise ValueError("header too large")
             header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        return {
-            name: Expected(name=name, dtype=SAFETENSORS_DTYPES[info["dtype"]], shape=info["shape"])
-            for name, info in header.items()
-        }
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, struct.error) as error:
         raise BridgeError(f"cannot read the safetensors header of {path}: {error}", "setup") from None
+    header.pop("__metadata__", None)
+    return 8 + size, header

@@ -89,6 +89,15 @@ class Bridge:
 
     # Engine thread ---------------------------------------------------------------------------------------------------
 
+    def adopt(self, copy: Copy) -> None:
+        """Makes the weights that the engine was started with a version that is known. Call it before `run`.
+
+        They are loaded once more, from bytes that are kept, and read back.
+        """
+        copy.validate()
+        commit = messages.Commit(digest=copy.manifest.digest, readback="sampled", drain_timeout_s=0)
+        self._commit(copy, None, commit)
+
     def run(self) -> int:
         """Drive the engine until stopped; returns the exit code."""
         try:
@@ -166,7 +175,7 @@ class Bridge:
         self._jobs.put(job)
         return future
 
-    def _commit(self, copy: Copy, owner: Peer, request: messages.Commit) -> messages.Published:
+    def _commit(self, copy: Copy, owner: Peer | None, request: messages.Commit) -> messages.Published:
         version, partial = copy.manifest.version, bool(copy.manifest.base)
         before = self.state
         self._good.check(copy.manifest)

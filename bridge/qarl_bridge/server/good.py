@@ -33,7 +33,7 @@ class Good:
         self.complete: messages.Manifest | None = None
         self.last: Copy | None = None
         self._base: Copy | None = None  # of the complete version; `last` itself where this serves
-        self._owners: dict[int, Peer] = {}  # whose memory a copy lies in, if not this process's own
+        self._owners: dict[int, Peer | None] = {}  # whose memory a copy lies in, if not this process's own
         self._replaced: frozenset[str] = frozenset()
         self._trainer: tuple[str, int] | None = None
 
@@ -67,7 +67,7 @@ class Good:
             "base",
         )
 
-    def put(self, copy: Copy, owner: Peer) -> list[Copy]:
+    def put(self, copy: Copy, owner: Peer | None) -> list[Copy]:
         """Takes in a copy that serves from now on; returns those that are not needed any more."""
         before = self._copies()
         self.serving, self._trainer = copy.manifest.digest, _trainer(copy.manifest)
