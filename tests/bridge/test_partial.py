@@ -7,6 +7,7 @@ import json
 import os
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from qarl_bridge import cli
@@ -123,6 +124,34 @@ def test_another_trainer_publishes_adapters_alone_on_the_base_that_is_there(serv
     drawn = trainer.generate(draws(), SAMPLING)
     trainer.publish(bridge_world.staged(2, run="next", replace=BASE(0) | some(7)))
     assert [one.tokens for one in trainer.generate(draws(), SAMPLING)] == [one.tokens for one in drawn]
+
+
+def test_a_base_that_was_never_read_back_is_published_again_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(bridge_world, "tensors", lambda seed: BASE(seed) | some(seed))
+    with world(tmp_path) as w:
+        client, first = w.trainer("first"), bridge_world.staged(0, run="first")
+        client.publish(first, readback="off")
+        client.close()
+        trainer, own = w.trainer(), version(0)
+        assert trainer.publish(version(1, over=own), readback="off")["base_s"] == 0
+        report = trainer.publish(version(2, over=own), readback="off")
+        assert report["base_s"] == report["weights_read_back"] == 0
+        trainer.close()
+        later = w.trainer(incarnation=2)
+        of = msgspec.structs.replace(own.manifest.version, incarnation=2)
+        again = sender.stage(
+            (BASE(0) | some(0)).items(), version=of, model=own.manifest.model, scheme=own.manifest.scheme
+        )
+        partial = sender.stage(
+            some(1).items(),
+            version=msgspec.structs.replace(of, step=1),
+            model=own.manifest.model,
+            scheme=own.manifest.scheme,
+            over=again,
+        )
+        report = later.publish(partial, readback="full")
+        assert report["base_s"] > 0
+        assert report["weights_read_back"] == 3
 
 
 def test_a_base_with_a_tensor_that_another_trainer_replaced_is_published_again(served):

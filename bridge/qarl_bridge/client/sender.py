@@ -369,18 +369,21 @@ class Client:
             complete version cannot be had any more.
         """
         start = begun = time.perf_counter()
-        manifest = staged.manifest
-        try:
+        commit = messages.Commit(digest=staged.manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
+
+        def attempt() -> tuple[messages.Staged, float, messages.Published]:
             done = self._transfer(staged)
+            transferred = time.perf_counter()
+            return done, transferred, self.request(commit, messages.Published, fill=self._filler(staged))
+
+        try:
+            done, transferred, published = attempt()
         except BridgeError as error:
             if error.code != "base" or staged.over is None:
                 raise
             self._publish_base(staged.over, readback=readback, drain_timeout_s=drain_timeout_s)
             start = time.perf_counter()
-            done = self._transfer(staged)
-        transferred = time.perf_counter()
-        commit = messages.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
-        published = self.request(commit, messages.Published, fill=self._filler(staged))
+            done, transferred, published = attempt()
         return {
             "stage_s": staged.stage_s,
             "transfer_s": transferred - start,

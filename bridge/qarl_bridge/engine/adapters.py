@@ -17,7 +17,7 @@ A shard of a tensor-parallel engine holds the rows of B that its layer has outpu
 inputs are spread over the shards, they are gathered first. So the numbers are those of one shard.
 
 vLLM sees none of it: tensors are no parameters or buffers of a module, which its reload would rebuild. What we left
-out: experts, embeddings, the head, vLLM's own arithmetic. Not run on a GPU.
+out: experts, embeddings, the head, vLLM's own arithmetic.
 """
 
 from __future__ import annotations

@@ -177,8 +177,10 @@ class Bridge:
 
     def _commit(self, copy: Copy, owner: Peer | None, request: messages.Commit) -> messages.Published:
         version, partial = copy.manifest.version, bool(copy.manifest.base)
-        before = self.state
+        before, reads = self.state, request.readback != "off"
         self._good.check(copy.manifest)
+        if partial and reads and not self._good.is_read_back:
+            raise BridgeError(f"{version} is over a base that was never read back: publish the base first", "base")
         started = time.perf_counter()
         self._committing = True
         try:
@@ -203,7 +205,7 @@ class Bridge:
                     self._engine.load(_sweeps(copy, copy.checked_parts), partial=partial)
                     copy.confirm()
                     loaded = time.perf_counter()
-                    if request.readback != "off":
+                    if reads:
                         self.state = "reading_back"
                         weights, rows = self._engine.read_back(
                             _sweeps(copy, copy.parts), request.readback, version.step, partial=partial
@@ -219,7 +221,7 @@ class Bridge:
         finally:
             self._committing = False
         with self._lock:
-            for old in self._good.put(copy, owner):
+            for old in self._good.put(copy, owner, is_read_back=reads):
                 self._close_soon(old)
             self.version, self.state = version, "serving"
         self._spare.drop()

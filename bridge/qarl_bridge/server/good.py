@@ -25,12 +25,14 @@ class Good:
     Attributes:
       serving: the digest of the manifest that serves.
       complete: the manifest of the complete version under it; None: the engine holds none that is known.
+      is_read_back: whether the engine was compared with that.
       last: the copy that came last; None: it is not kept.
     """
 
     def __init__(self) -> None:
         self.serving = b""
         self.complete: messages.Manifest | None = None
+        self.is_read_back = False
         self.last: Copy | None = None
         self._base: Copy | None = None  # of the complete version; `last` itself where this serves
         self._owners: dict[int, Peer | None] = {}  # whose memory a copy lies in, if not this process's own
@@ -67,7 +69,7 @@ class Good:
             "base",
         )
 
-    def put(self, copy: Copy, owner: Peer | None) -> list[Copy]:
+    def put(self, copy: Copy, owner: Peer | None, *, is_read_back: bool) -> list[Copy]:
         """Takes in a copy that serves from now on; returns those that are not needed any more."""
         before = self._copies()
         self.serving, self._trainer = copy.manifest.digest, _trainer(copy.manifest)
@@ -76,6 +78,7 @@ class Good:
             self._replaced = frozenset(entry.name for entry in copy.manifest.tensors)
         else:
             self._base, self.complete, self._replaced = self.last, copy.manifest, frozenset()
+            self.is_read_back = is_read_back
         kept = self._copies()
         self._owners = {number: peer for number, peer in self._owners.items() if number in map(id, kept)}
         if self.keeps(copy):
