@@ -159,3 +159,13 @@ def test_adapters_that_a_bridge_was_not_started_for_are_the_users_to_mend(served
     again = client.generate(draws(), messages.Sampling(max_tokens=4))
     assert {one.spans[0].version.run_id for one in again} == {"run"}
     client.close()
+
+
+def test_a_policy_of_which_nothing_moves_is_published_whole(served):
+    engine, _ = served
+    whole = engine._base.manifest.total_bytes
+    engine.close()
+    later = VllmEngine(engine._config, run_id="later", incarnation=1)
+    fixed = frozenset(models.by_path(weights().params))
+    assert later.publish(dataclasses.replace(version(0), fixed=fixed), 0)["bytes"] == whole
+    later.close()

@@ -293,8 +293,9 @@ class VllmEngine(RolloutEngine):
         staged = self._stage(weights, version, transport, over, paths)
         if over is None and self._may_hold_base and weights.fixed:
             paths = moving(models.config_of(weights.graphdef), weights.fixed)
-            over, self._again = staged, self._again + 1
-            staged = self._stage(weights, version, transport, over, paths)
+            if paths:
+                over, self._again = staged, self._again + 1
+                staged = self._stage(weights, version, transport, over, paths)
         self._may_hold_base = False
         try:
             assert self._model_json is not None
