@@ -54,7 +54,6 @@ _OPTIONS = (
     "dual_clip",
     "mismatch",
     "mismatch_cap",
-    "w_mode",
     "bands",
     "divergence",
 )

@@ -155,7 +155,7 @@ def test_on_policy_ignores_old_logprobs(name):
 
 
 def test_the_samplers_ratio_divides_by_what_the_sampler_said(name):
-    none = {"w_mode": "none"} if name == "tbpo" else {"mismatch": "none"}
+    none = {"mismatch": "none"}
     batch = make_batch()
     value, grad, _, _ = value_and_grad(get_loss(name, ratio="sampler", **none), inputs(batch))
     as_old = dataclasses.replace(batch, lo=batch.ls)
@@ -168,9 +168,8 @@ def test_the_samplers_ratio_divides_by_what_the_sampler_said(name):
 def test_the_samplers_ratio_leaves_nothing_to_correct(name):
     with pytest.raises(UserError, match="both say what the learner is compared with"):
         get_loss(name, ratio="sampler", mismatch="tis")
-    none = {"w_mode": "none"} if name == "tbpo" else {"mismatch": "none"}
     with pytest.raises(UserError, match="on_policy both"):
-        get_loss(name, ratio="sampler", on_policy=True, **none)
+        get_loss(name, ratio="sampler", on_policy=True, mismatch="none")
 
 
 def test_positive_only_removes_the_push_of_negative_advantages_and_no_denominator(name):
