@@ -100,10 +100,11 @@ def fresh_adapters(config: ModelConfig, mesh: Mesh | None = None, seed: int = 0)
     made = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
         like, place = variable.get_value(), places.get(".".join(map(str, keys)))
-        draw = functools.partial(fresh_a if keys[-1] == "lora_a" else _zeros, shape=like.shape, dtype=like.dtype)
+        draw = fresh_a if keys[-1] == "lora_a" else _zeros
+        draw = jax.jit(draw, static_argnames=("shape", "dtype"), out_shardings=place)
         key = jax.random.fold_in(jax.random.key(seed), number)
         with contextlib.nullcontext() if mesh is None else launching(mesh):
-            made[keys] = variable.replace(jax.jit(draw, out_shardings=place)(key))
+            made[keys] = variable.replace(draw(key, shape=like.shape, dtype=like.dtype))
     return nnx.from_flat_state(made)
 
 
@@ -118,8 +119,13 @@ def fold_adapters(graphdef: nnx.GraphDef, params: nnx.State) -> nnx.State:
     if config.lora is None:
         return params
     mine = lambda path: path.endswith(".lora_b")  # noqa: E731
-    fold = functools.partial(folded, scale=config.lora.scale, dtype=config.compute_dtype)
-    return united(part_of(params, lambda path: not mine(path)), _mapped(fold, part_of(params, mine)))
+    own = _folded(part_of(params, mine), scale=config.lora.scale, dtype=config.compute_dtype)
+    return united(part_of(params, lambda path: not mine(path)), own)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
+def _folded(state: nnx.State, *, scale: float, dtype: Any) -> nnx.State:
+    return jax.tree.map(functools.partial(folded, scale=scale, dtype=dtype), state)
 
 
 def merge_adapters(model: Transformer) -> Transformer:
@@ -128,26 +134,22 @@ def merge_adapters(model: Transformer) -> Transformer:
     config = model.config
     if config.lora is None:
         return model
-    merged = jax.jit(functools.partial(_merged, scale=config.lora.scale, dtype=config.compute_dtype))
     for linear in quantizable(model).values():
         if linear.lora_a is not None and linear.lora_b is not None:
             parts = (x.get_value() for x in (linear.kernel, linear.lora_a, linear.lora_b))
-            linear.kernel.set_value(merged(*parts))
+            linear.kernel.set_value(_merged(*parts, scale=config.lora.scale, dtype=config.compute_dtype))
     params = part_of(split(model)[1], lambda path: path.rpartition(".")[2] not in ADAPTER)
     base = dataclasses.replace(config.base, quant=Rules())
     return merge(split(abstract_model(base))[0], params, nnx.State({}))
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtype: Any) -> jax.Array:
     def one(layer: tuple[jax.Array, ...]) -> jax.Array:
         weight, a, b = (x.astype(jnp.float32) for x in layer)
         return (weight + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(kernel.dtype)
 
     return jax.lax.map(one, (kernel, round_to(a, dtype), folded(b, scale, dtype)))
-
-
-def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx.State:
-    return jax.jit(functools.partial(jax.tree.map, function))(state)
 
 
 def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
