@@ -72,11 +72,12 @@ def abstract_model(config: ModelConfig) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
 
 
-def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -> Transformer:
-    """A model with fresh weights, in place on `mesh` (None: the default device): kernels normal with the config's
-    `initializer_range`, norms one, biases zero. Drawn on the host: a seed means the same weights on every machine."""
+def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
+    """A model with fresh weights: kernels normal with the config's `initializer_range`, norms one, biases zero.
+
+    They are drawn on the host, so that a seed means the same weights on every machine. `random_masters` draws on a mesh.
+    """
     graphdef, abstract = split(abstract_model(config))[0], split(abstract_model(config.base))[1]
-    shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     params = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
         like = variable.get_value()
@@ -85,10 +86,9 @@ def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -
             value = (draw * np.float32(config.initializer_range)).astype(like.dtype)
         else:
             value = np.full(like.shape, 1 if keys[-1] == "weight" else 0, like.dtype)
-        sharding = None if shardings is None else shardings[".".join(map(str, keys))]
-        params[keys] = variable.replace(jax.device_put(value, sharding))
+        params[keys] = variable.replace(jnp.asarray(value))
     masters = nnx.from_flat_state(params)
-    return finish(graphdef, masters if config.lora is None else united(masters, fresh_adapters(config, mesh, seed)))
+    return finish(graphdef, masters if config.lora is None else united(masters, fresh_adapters(config, seed=seed)))
 
 
 def fresh_adapters(config: ModelConfig, mesh: Mesh | None = None, seed: int = 0) -> nnx.State:
