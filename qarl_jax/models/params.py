@@ -75,7 +75,8 @@ def abstract_model(config: ModelConfig) -> Transformer:
 def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model with fresh weights: kernels normal with the config's `initializer_range`, norms one, biases zero.
 
-    They are drawn on the host, so that a seed means the same weights on every machine. `random_masters` draws on a mesh.
+    They are drawn on the host, so that a seed means the same weights on every machine; `random_masters` draws on a
+    mesh.
     """
     graphdef, abstract = split(abstract_model(config))[0], split(abstract_model(config.base))[1]
     params = {}

@@ -39,7 +39,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -204,13 +204,11 @@ class Recorded(_Struct):
 
 
 class Sampling(_Struct):
-    """The distribution to draw from. `top_k = 0` is off. Reported log-probs are those of the distribution drawn
-    from."""
+    """The distribution to draw from. Reported log-probs are those of this distribution."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=1024)] = []
 
 
