@@ -112,7 +112,6 @@ class JaxEngine:
                 max_response_len=self.facts.max_model_len,  # each request has its own limit
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
-                top_k=sampling.top_k,
                 stop_token_ids=tuple(sampling.stop_token_ids),
             )
             alike[how][request_id] = Request(prompt=prompt, number=0, key=draw.seed, max_tokens=sampling.max_tokens)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPENING = re.compile(r"(What|Who|Whose|Of|Where|Which|How|Those|Whether)\b")
+OPENING = re.compile(r"(What|Who|Whose|Of|Where|Which|How|Those|Whether)\b|Attributes:|Args:")
 WORDS = {
     r"\bunequal tokens?\b": "first mismatch, mismatched token",
     r"\bmixtures? of experts\b|\ba mixture\b|\bmixture's\b": "MoE model",

@@ -74,7 +74,7 @@ class Completion:
       tokens: token ids of the response, the end-of-sequence token included when it was drawn. Between turns: what the
         environment said.
       logprobs: [len(tokens)] float32, log-probability of each response token under the sampler's distribution, after
-        temperature, and at top_p = 1 / top_k = off exactly the distribution drawn from. 0 for what was not drawn.
+        temperature, and at top_p = 1 exactly the distribution drawn from. 0 for what was not drawn.
       finish_reason: "stop" (an end token was drawn; of several turns: the environment was done), "length" (a limit was
         hit) or "abort" (unfinished, or its environment failed: there is nothing to grade or to train on).
       versions: policy versions the tokens were drawn under, in order, covering all that were drawn.

@@ -166,7 +166,7 @@ def refused(world, capsys):
         (["rollout.norm_noise={end: 0}"], ["rollout.norm_noise", "end must be positive", "norm_noise=null"]),
         (["rollout.norm_noise={stages: 2}"], ["rollout.norm_noise", "stages must be at least 3, got 2"]),
         (["rollout.norm_noise={}", "loss.name=grpo"], ["rollout.norm_noise", "set loss.mismatch=tis"]),
-        (["rollout.norm_noise={}", "loss.w_mode=none"], ["loss.name=tbpo does not correct", "with its weight"]),
+        (["rollout.norm_noise={}", "loss.mismatch=none"], ["loss.name=tbpo does not correct", "with its weight"]),
         (
             ["rollout.engine.name=vllm", "rollout.router_replay=true", "rollout.partial.over_provision=2"],
             ["router_replay=true", "partial rollouts"],

@@ -104,9 +104,8 @@ def engines(cfg: RunConfig) -> int:
     return max(1, engine.started + len(engine.endpoints)) if isinstance(engine, VllmConfig) else 1
 
 
-def token(cfg: RunConfig, machine: Machine, sequences: float, context: float, weights: Weights) -> Terms:
+def token(model: models.ModelConfig, machine: Machine, sequences: float, context: float, weights: Weights) -> Terms:
     """Counts one decoding step of an engine: one token for each of `sequences`, with `context` tokens before it."""
-    model = learner.model_of(cfg)
     cache = 2 * ACTIVATION_BYTES * model.num_layers * model.num_kv_heads * model.head_dim
     active = _active(model)
     touched = 1.0 - (1.0 - active) ** sequences  # share of the experts, where every token takes any
@@ -150,7 +149,7 @@ def _rollout(cfg: RunConfig, machine: Machine, mean_len: float) -> Terms:
     share = min(1.0, cached / at_once)
     steps = length * (total / at_once) * (share + (1.0 - share) / share)
     living = at_once * mean_len / length * min(1.0, share * 1.5)
-    one = token(cfg, machine, living, prompt + mean_len / 2, weights)
+    one = token(model, machine, living, prompt + mean_len / 2, weights)
     prompts = prompt * total / cfg.rollout.num_samples_per_prompt
     prefill = _product(machine, weights, prompts, total, _active(model))
     return {name: value * steps for name, value in one.items()} | {"prefill": prefill}

@@ -182,13 +182,13 @@ def of_run(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> Forecast:
 
 def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | None:
     """Finds the least number of sequences at which a scheme decodes no faster than bf16; None: none up to 4,096."""
-    weights = [counts.weights_of(one, rollout=True) for one in (cfg, bf16)]
+    pair = [(learner.model_of(one), counts.weights_of(one, rollout=True)) for one in (cfg, bf16)]
     context = cfg.data.prompt_limit + cfg.rollout.max_response_len / 2
 
     def gain(sequences: int) -> float:
         low, high = (
-            seconds({"": counts.token(one, machine, sequences, context, own)}, RATES)[""]
-            for one, own in zip((cfg, bf16), weights, strict=True)
+            seconds({"": counts.token(model, machine, sequences, context, weights)}, RATES)[""]
+            for model, weights in pair
         )
         return high / low
 

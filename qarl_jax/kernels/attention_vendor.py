@@ -35,11 +35,11 @@ def runs(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M1"],
     """Finds the starts and lengths of runs of equal segment ids; padding (0) is a run too.
 
     Args:
-      segment_ids: each row at most `most` runs.
-      most: M.
+      segment_ids: int [B, T]. A row has at most `most` runs.
+      most: number of runs, M, for which the results have room.
 
     Returns:
-      starts int32 [B, M + 1] and lengths int32 [B, M], in order, -1 behind the last run.
+      int32 [B, M + 1], the starts, and int32 [B, M], the lengths: run by run from the left, then -1.
 
     Example: segment_ids [[1, 1, 2, 0]], most 4 -> starts [[0, 2, 3, -1, -1]], lengths [[2, 1, 1, -1]].
     """

@@ -121,7 +121,8 @@ def make_config(name: str, options: Mapping[str, Any], registry: Mapping[Any, An
     fields = [field.name for field in dataclasses.fields(configs[name])]
     for key in options:
         if key not in fields:
-            raise UserError(f"loss {name!r} has no option {key!r}: {nearest(key, fields)}")
+            advice = getattr(configs[name], "retired", {}).get(key) or nearest(key, fields)
+            raise UserError(f"loss {name!r} has no option {key!r}: {advice}")
     return configs[name](**options)
 
 

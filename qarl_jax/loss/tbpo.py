@@ -18,8 +18,8 @@ The default bands suit responses of thousands of tokens: the spread of a mean fa
 need wider ones. With d_t = logprobs - old_logprobs of a response of L tokens, `bands` multiplies all its edges by
 
     fixed     1
-    length    sqrt(length_ref / L)
-    spread    sqrt(length_ref / L) max(1, s / spread_ref),   s^2 = sum_t (d_t - mean d)^2 / (L - 1)
+    length    sqrt(4096 / L)
+    spread    sqrt(4096 / L) max(1, s / spread_ref),   s^2 = sum_t (d_t - mean d)^2 / (L - 1)
 
 s sqrt(1 / L) is the standard error of the response's own mean log-ratio, so with `spread` an edge is the same number
 of standard errors for every scheme and length. Rounding makes s: under a coarse scheme a small update moves few codes
@@ -31,6 +31,7 @@ and packing change nothing, and neither has a gradient.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +43,12 @@ from qarl_jax.loss.common.options import Shared, option
 from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses, prepare
 from qarl_jax.loss.common.sampler_correction import MISMATCH, mismatch_weights
 from qarl_jax.metrics import Mean, Metric
-from qarl_jax.types import LossInputs, UserError
+from qarl_jax.types import LossInputs
 
-# w_mode is shorthand for what happens to the geometric-mean weight outside [1/C, C].
-W_MODES = {"clip": "geometric", "drop": "geometric_mis", "none": "none"}
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean")
 BANDS = ("fixed", "length", "spread")
+LENGTH_REF = 4096.0
+"""Tokens of a response for which the edges hold as written, whatever `bands` is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,11 @@ class Config(Shared):
     formula = "w clip(r, 0, 1+clip_high) A for A > 0; w clip(r, 1-neg_clip_low, 1+neg_clip_high) A for A < 0"
     source = "QaRL, arXiv 2604.07853, eq. 5"
     level = "response"
+    retired: ClassVar[dict[str, str]] = Shared.retired | {
+        "clip_low": "eq. 5 has no such edge; leave it out.",
+        "length_ref": "multiply clip_high, neg_clip_low and neg_clip_high by sqrt(length_ref / 4096) instead.",
+        "w_mode": "set mismatch=geometric (for clip), geometric_mis (for drop) or none.",
+    }
 
     aggregation: str = option(
         "seq-mean-token-mean",
@@ -65,46 +71,34 @@ class Config(Shared):
         "QaRL App. E, as GSPO",
         choices=AGGREGATIONS,
     )
-    mismatch: str = option("geometric", "the weight w (see also w_mode)", "QaRL eq. 5", choices=tuple(MISMATCH))
+    mismatch: str = option(
+        "geometric",
+        "w outside [1/C, C]: `geometric` truncates it (eq. 5), `geometric_mis` drops the response; `none` sets w = 1",
+        "QaRL eq. 5",
+        choices=tuple(MISMATCH),
+    )
     clip_high: float = option(4e-4, "A > 0: dropped above 1 + clip_high", "QaRL table 2", above=0.0)
-    clip_low: float = option(3e-4, "inert: listed in the table, without a role in eq. 5", "QaRL table 2", above=0.0)
     neg_clip_low: float = option(3e-4, "A < 0: dropped below 1 - neg_clip_low", "QaRL table 2", above=0.0)
     neg_clip_high: float = option(7e-4, "A < 0: dropped above 1 + neg_clip_high", "QaRL table 2", above=0.0)
     bands: str = option(
         "fixed",
-        "the edges are as written, or follow a response's length, or its length and spread",
+        "the edges are as written, or hold for 4,096 tokens and follow a response's length, or its length and spread",
         "ours",
         choices=BANDS,
     )
-    length_ref: float = option(4096.0, "tokens of a response for which the edges hold as written", "ours", above=0.0)
     spread_ref: float = option(
-        0.0256, "s for which they do: there clip_high = 4e-4 is one standard error at 4,096 tokens", "ours", above=0.0
+        0.0256,
+        "s for which the edges hold: there clip_high = 4e-4 is one standard error at 4,096 tokens",
+        "ours",
+        above=0.0,
     )
-    w_mode: str = option(
-        "clip",
-        "w outside [1/C, C]: `clip` truncates (eq. 5), `drop` drops the response, `none` sets w = 1",
-        "QaRL eq. 5",
-        choices=tuple(W_MODES),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.w_mode != "clip" and self.mismatch != "geometric":
-            raise UserError(
-                f"loss 'tbpo': w_mode = {self.w_mode!r} and mismatch = {self.mismatch!r} both choose w; set one"
-            )
-
-    @property
-    def weight(self) -> str:
-        """Key of `sampler_correction.MISMATCH` in force."""
-        return self.mismatch if self.w_mode == "clip" else W_MODES[self.w_mode]
 
 
 def widths(r: Responses, cfg: Config) -> Float[Array, "B S"] | float:
     """Factors on the edges of each response's band; see the module's docstring. No gradient."""
     if cfg.bands == "fixed":
         return 1.0
-    width = jnp.sqrt(cfg.length_ref / jnp.maximum(r.length, 1.0))
+    width = jnp.sqrt(LENGTH_REF / jnp.maximum(r.length, 1.0))
     if cfg.bands == "length":
         return width
     d = jax.lax.stop_gradient(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -115,7 +109,7 @@ def widths(r: Responses, cfg: Config) -> Float[Array, "B S"] | float:
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """TBPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     advantage, w = r.mean(r.advantages), r.mean(weights.weight)
     ratio = jnp.exp(jnp.clip(r.mean(r.log_ratio), -MAX_LOG_RATIO, MAX_LOG_RATIO))
 

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from qarl_jax import models
-from qarl_jax.memory.learner import GIB, nbytes, shapes
+from qarl_jax.memory.learner import GIB, Shapes, nbytes, shapes
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
@@ -20,33 +23,39 @@ STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_t
 BLOCK = 16  # tokens of a block of the KV cache
 
 
-def _published(cfg: RunConfig) -> PolicyWeights:
-    """Shapes of a version."""
-    made = shapes(cfg)
-    return PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published)
+def _of_a_version(count: Callable[[PolicyWeights], int]) -> Callable[[RunConfig], int]:
+    """A function of a run's config that counts once for all runs whose versions have the same shapes."""
+
+    @functools.cache
+    def counted(made: Shapes) -> int:
+        return count(PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published))
+
+    return functools.wraps(count)(lambda cfg: counted(shapes(cfg)))
 
 
-def chunk_bytes(cfg: RunConfig) -> int:
+@_of_a_version
+def chunk_bytes(weights: PolicyWeights) -> int:
     """Bytes of the buffer of a chunked weight transfer (`rollout.engine.staging_buffers=0`)."""
-    places = gpu_staging.layout(_published(cfg))
+    places = gpu_staging.layout(weights)
     return max(size for _, size in gpu_staging.spans_of(places, gpu_staging.parts_of(places)))
 
 
-def published_bytes(cfg: RunConfig) -> int:
+@_of_a_version
+def published_bytes(weights: PolicyWeights) -> int:
     """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
-    weights = _published(cfg)
     covered = models.by_path(weights.qweights)
     rest = {path: leaf for path, leaf in models.by_path(weights.params).items() if path not in covered}
     return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
-def layer_copies(cfg: RunConfig) -> int:
+@_of_a_version
+def layer_copies(weights: PolicyWeights) -> int:
     """Bytes that a vLLM on CUDA holds beside the published tensors of dense layers.
 
     Of `Scheme.held_twice` the bridge's kernels multiply copies made at each load from the tensors, which stay: the
     arrays in another order. Of `Scheme.decoded` there is room for the largest layer, gate and up, in bfloat16.
     """
-    layers = [q for path, q in models.by_path(_published(cfg).qweights).items() if ".moe." not in path]
+    layers = [q for path, q in models.by_path(weights.qweights).items() if ".moe." not in path]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers if q.scheme.decoded), default=0)
     return nbytes([q for q in layers if q.scheme.held_twice]) + 2 * largest
 

@@ -31,9 +31,9 @@ from qarl_jax.runtime.mesh import AXIS_RULES, BATCH_AXES, MESH_AXES, param_shard
 GIB = 2.0**30
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Shapes:
-    """A run's policy as shapes, from its config.json; no weights are read.
+    """A run's policy as shapes, from its config.json; no weights are read. `shapes` makes one for equal settings.
 
     Attributes:
       graphdef, params, qweights: of the learner, under `quant.forward`; QTensors alone.
@@ -116,12 +116,17 @@ def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None
 def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> Any:
     """`nbytes` leaf by leaf: a tree like the given one."""
     leaves, structure = jax.tree.flatten(tree)
+    held = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype is None else dtype) for leaf in leaves)
+    return jax.tree.unflatten(structure, _bytes(structure, held, mesh))
+
+
+@functools.lru_cache(maxsize=256)  # a search for settings that fit asks for the same trees again and again
+def _bytes(structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh | AbstractMesh | None) -> list[int]:
     shapes = [leaf.shape for leaf in leaves]
     if mesh is not None:
-        places = jax.tree.leaves(param_shardings(tree, mesh))
+        places = jax.tree.leaves(param_shardings(jax.tree.unflatten(structure, leaves), mesh))
         shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
-    sizes = [jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize for leaf in leaves]
-    return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
+    return [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True)]
 
 
 def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any, Any]:

@@ -72,13 +72,14 @@ def spread(cfg: RunConfig) -> RunConfig:
 
 def on_gpu() -> bool:
     """Tells whether JAX will run on GPUs if there are any; JAX is not asked."""
-    plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return plugin and on_platform("cuda", "gpu")
+    if not on_platform("cuda", "gpu"):
+        return False
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def on_tpu() -> bool:
     """Tells whether JAX will run on a TPU; JAX is not asked."""
-    return bool(importlib.util.find_spec("libtpu")) and on_platform("tpu")
+    return on_platform("tpu") and bool(importlib.util.find_spec("libtpu"))
 
 
 def on_platform(*names: str) -> bool:

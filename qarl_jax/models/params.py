@@ -72,11 +72,13 @@ def abstract_model(config: ModelConfig) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
 
 
-def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -> Transformer:
-    """A model with fresh weights, in place on `mesh` (None: the default device): kernels normal with the config's
-    `initializer_range`, norms one, biases zero. Drawn on the host: a seed means the same weights on every machine."""
+def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
+    """A model with fresh weights: kernels normal with the config's `initializer_range`, norms one, biases zero.
+
+    They are drawn on the host, so that a seed means the same weights on every machine; `random_masters` draws on a
+    mesh.
+    """
     graphdef, abstract = split(abstract_model(config))[0], split(abstract_model(config.base))[1]
-    shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     params = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
         like = variable.get_value()
@@ -85,10 +87,9 @@ def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -
             value = (draw * np.float32(config.initializer_range)).astype(like.dtype)
         else:
             value = np.full(like.shape, 1 if keys[-1] == "weight" else 0, like.dtype)
-        sharding = None if shardings is None else shardings[".".join(map(str, keys))]
-        params[keys] = variable.replace(jax.device_put(value, sharding))
+        params[keys] = variable.replace(jnp.asarray(value))
     masters = nnx.from_flat_state(params)
-    return finish(graphdef, masters if config.lora is None else united(masters, fresh_adapters(config, mesh, seed)))
+    return finish(graphdef, masters if config.lora is None else united(masters, fresh_adapters(config, seed=seed)))
 
 
 def fresh_adapters(config: ModelConfig, mesh: Mesh | None = None, seed: int = 0) -> nnx.State:
@@ -100,10 +101,11 @@ def fresh_adapters(config: ModelConfig, mesh: Mesh | None = None, seed: int = 0)
     made = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
         like, place = variable.get_value(), places.get(".".join(map(str, keys)))
-        draw = functools.partial(fresh_a if keys[-1] == "lora_a" else _zeros, shape=like.shape, dtype=like.dtype)
+        draw = fresh_a if keys[-1] == "lora_a" else _zeros
+        draw = jax.jit(draw, static_argnames=("shape", "dtype"), out_shardings=place)
         key = jax.random.fold_in(jax.random.key(seed), number)
         with contextlib.nullcontext() if mesh is None else launching(mesh):
-            made[keys] = variable.replace(jax.jit(draw, out_shardings=place)(key))
+            made[keys] = variable.replace(draw(key, shape=like.shape, dtype=like.dtype))
     return nnx.from_flat_state(made)
 
 
@@ -118,8 +120,13 @@ def fold_adapters(graphdef: nnx.GraphDef, params: nnx.State) -> nnx.State:
     if config.lora is None:
         return params
     mine = lambda path: path.endswith(".lora_b")  # noqa: E731
-    fold = functools.partial(folded, scale=config.lora.scale, dtype=config.compute_dtype)
-    return united(part_of(params, lambda path: not mine(path)), _mapped(fold, part_of(params, mine)))
+    own = _folded(part_of(params, mine), scale=config.lora.scale, dtype=config.compute_dtype)
+    return united(part_of(params, lambda path: not mine(path)), own)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
+def _folded(state: nnx.State, *, scale: float, dtype: Any) -> nnx.State:
+    return jax.tree.map(functools.partial(folded, scale=scale, dtype=dtype), state)
 
 
 def merge_adapters(model: Transformer) -> Transformer:
@@ -128,26 +135,22 @@ def merge_adapters(model: Transformer) -> Transformer:
     config = model.config
     if config.lora is None:
         return model
-    merged = jax.jit(functools.partial(_merged, scale=config.lora.scale, dtype=config.compute_dtype))
     for linear in quantizable(model).values():
         if linear.lora_a is not None and linear.lora_b is not None:
             parts = (x.get_value() for x in (linear.kernel, linear.lora_a, linear.lora_b))
-            linear.kernel.set_value(merged(*parts))
+            linear.kernel.set_value(_merged(*parts, scale=config.lora.scale, dtype=config.compute_dtype))
     params = part_of(split(model)[1], lambda path: path.rpartition(".")[2] not in ADAPTER)
     base = dataclasses.replace(config.base, quant=Rules())
     return merge(split(abstract_model(base))[0], params, nnx.State({}))
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtype: Any) -> jax.Array:
     def one(layer: tuple[jax.Array, ...]) -> jax.Array:
         weight, a, b = (x.astype(jnp.float32) for x in layer)
         return (weight + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(kernel.dtype)
 
     return jax.lax.map(one, (kernel, round_to(a, dtype), folded(b, scale, dtype)))
-
-
-def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx.State:
-    return jax.jit(functools.partial(jax.tree.map, function))(state)
 
 
 def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:

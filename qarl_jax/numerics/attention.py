@@ -83,14 +83,17 @@ def float64_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array)
 
 @with_plain_gradient(softmax_attention)
 def block_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Attention as FlashAttention-3 rounds it; blocks [B or 1, S]: slot of the first key of every key's block.
+    """Attention as FlashAttention-3 rounds it.
 
-    The kernel meets the keys of a sequence in blocks, the last one first. The weights of a block are exp(s - m), with m
-    the maximum of all blocks met so far, rounded to bf16; what was added before is rescaled when m grows. So what
-    differs from plain attention is which maximum a weight was rounded against: that of all keys from its block on. Here
-    that is a running maximum from the right, and the weights are put on a common scale after their rounding. Of the
-    kernel's outputs 99.9 to 100 % are equal to the last bit (tests/models/test_cuda_kernels.py); what is left is the
-    order of sums within a product.
+    The kernel reads a sequence's keys in blocks, the last block first. It rounds a block's weights, exp(s - m), to
+    bf16. There m is the largest score in this block and the blocks read before it. When m grows, the sums so far are
+    rescaled. Plain attention subtracts one maximum, that of all keys. Here m is a running maximum from the right, and
+    the rounded weights are then brought to one scale. Of the kernel's outputs 99.9 to 100 % are equal to the last bit
+    (tests/models/test_cuda_kernels.py). The others differ by the order of sums within a product.
+
+    Args:
+      q, k, v, seen: as in `softmax_attention`.
+      blocks: int [B or 1, S]: for each key, the slot of the first key of its block.
     """
     scale = jnp.float32(q.shape[-1] ** -0.5) * jnp.float32(math.log2(math.e))
     if jax.default_backend() == "cpu":  # whose own bf16 dot products (AVX-512) round more than a tensor core's

@@ -81,7 +81,7 @@ def clustered(
     return low & found
 
 
-def token_metrics(x: LossInputs, probability: float = PROBABILITY) -> dict[str, Metric]:
+def token_metrics(x: LossInputs) -> dict[str, Metric]:
     """Rates of low tokens and of their clusters, as `error/*` metrics whose micro-batches merge exactly.
 
     Each rate exists over all tokens (or non-empty responses) and, with `_pos` and `_neg`, over those of one sign of A:
@@ -91,12 +91,11 @@ def token_metrics(x: LossInputs, probability: float = PROBABILITY) -> dict[str, 
 
     Args:
       x: the batch; `old_logprobs` is the learner's, `rollout_logprobs` the sampler's.
-      probability: p, in (0, 1).
     """
     r = prepare(x)
     sampler = jnp.where(r.mask, jnp.asarray(x.rollout_logprobs).astype(jnp.float32), 0.0)
     learner = sampler + r.log_weight
-    limit = jnp.float32(math.log(probability))
+    limit = jnp.float32(math.log(PROBABILITY))
     low = {"learner": r.mask & (learner < limit), "sampler": r.mask & (sampler < limit)}
     clusters = {who: clustered(mask, r.segment_ids) for who, mask in low.items()}
     advantage = r.mean(r.advantages)

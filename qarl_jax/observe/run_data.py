@@ -54,7 +54,6 @@ _OPTIONS = (
     "dual_clip",
     "mismatch",
     "mismatch_cap",
-    "w_mode",
     "bands",
     "divergence",
 )
@@ -62,13 +61,14 @@ _JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
 class RunData:
-    """The page's view of one run, kept up to date from its files.
+    """The data of one run that a page shows, kept up to date from the run's files.
 
     Args:
-      folder: the run's.
-      name: in legends.
-      steps: only samples of so many steps spread over the run, in full: for a report. None: a line of each.
-      most: bytes of a file that one look reads; -1: all. A part that left some for the next says `more`.
+      folder: the run's folder.
+      name: the run's name in legends.
+      steps: number of steps, spread over the run, whose samples are kept in full (for a report). None: one line for
+        each sample of every step.
+      most: most bytes of a file that one call of `look` reads; -1: all. `part` says `more` where bytes are left.
     """
 
     def __init__(self, folder: Path, name: str, *, steps: int | None = None, most: int = -1):

@@ -63,7 +63,7 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 def filter_program() -> bytes:
-    """The seccomp filter: an array of sock_filter."""
+    """Assembles the seccomp filter of a graded program: bytes of an array of `struct sock_filter`."""
 
     def argument(number: int) -> Step:
         return LOAD, 0, 0, 16 + 8 * number

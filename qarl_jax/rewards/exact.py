@@ -17,10 +17,12 @@ from qarl_jax.rewards.sample import BaseReward, Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
-    extract: where the answer is looked for (see `extract.extract`).
-    ignore_case: compare text without case.
-    truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
+    """A comparison of the response's answer with the known one.
+
+    Attributes:
+      extract: the place in the response where its answer is looked for (see `extract.extract`).
+      ignore_case: compare text without case.
+      truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
     """
 
     extract: extract.Extraction = "auto"

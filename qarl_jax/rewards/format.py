@@ -20,9 +20,11 @@ from qarl_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
-    sections: tag names, in order.
-    opened: the prompt already ends in the first opening tag, so the response must not repeat it.
+    """The tags that a response must have, each once and in order.
+
+    Attributes:
+      sections: tag names, in order.
+      opened: the prompt already ends in the first opening tag, so the response must not repeat it.
     """
 
     sections: tuple[str, ...] = ("think", "answer")

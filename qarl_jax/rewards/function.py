@@ -33,12 +33,14 @@ from qarl_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PoolConfig):
-    """Attributes:
-    path: "package.module:function" or "file.py:function".
-    options: keyword arguments for the function.
-    workers: processes that it runs in, each with the function's state to itself; 0: one per core, at most 8.
-    timeout_s: seconds a single response may take; then the run ends.
-    memory_mb: address space of a process; 0: not limited.
+    """A Python function of the user's that scores responses.
+
+    Attributes:
+      path: "package.module:function" or "file.py:function".
+      options: keyword arguments for the function.
+      workers: processes that it runs in, each with the function's state to itself; 0: one per core, at most 8.
+      timeout_s: seconds a single response may take; then the run ends.
+      memory_mb: address space of a process; 0: not limited.
     """
 
     path: str

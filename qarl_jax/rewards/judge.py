@@ -57,22 +57,24 @@ _LONGEST_PAUSE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
-    url: of the endpoint, up to and with its version: http://127.0.0.1:8000/v1.
-    model: the judge's name there.
-    prompt: Jinja template of the request; empty: the module's.
-    best: the score that gives reward 1.
-    max_tokens: of a reply.
-    temperature: of the judge's sampling.
-    extra: further fields of a request, for example {chat_template_kwargs: {enable_thinking: false}}.
-    concurrency: requests at a time.
-    retries: how often a request is sent again.
-    timeout_s: seconds of one request.
-    cache: file of replies, which is read and added to; empty: the run's memory alone.
-    budget_requests: most requests; 0: no limit.
-    budget_tokens: most tokens of requests and replies; 0: no limit.
-    key_env: environment variable with the endpoint's key, where it needs one.
-    truncated: what an unfinished response gets: "zero", or "score" to have it judged all the same.
+    """A language model that scores responses, behind an OpenAI-style endpoint.
+
+    Attributes:
+      url: of the endpoint, up to and with its version: http://127.0.0.1:8000/v1.
+      model: the judge's name there.
+      prompt: Jinja template of the request; empty: the module's.
+      best: the score that gives reward 1.
+      max_tokens: of a reply.
+      temperature: of the judge's sampling.
+      extra: further fields of a request, for example {chat_template_kwargs: {enable_thinking: false}}.
+      concurrency: requests at a time.
+      retries: how often a request is sent again.
+      timeout_s: seconds of one request.
+      cache: file of replies, which is read and added to; empty: the run's memory alone.
+      budget_requests: most requests; 0: no limit.
+      budget_tokens: most tokens of requests and replies; 0: no limit.
+      key_env: environment variable with the endpoint's key, where it needs one.
+      truncated: what an unfinished response gets: "zero", or "score" to have it judged all the same.
     """
 
     url: str

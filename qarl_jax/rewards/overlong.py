@@ -20,9 +20,11 @@ from qarl_jax.types import UserError, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
-    buffer_len: tokens before the limit over which the penalty grows. DAPO: 4096 of 20480.
-    max_len: the limit in tokens; 0: rollout.max_response_len, or that of the stage (`rollout.stages`).
+    """DAPO's penalty on responses that come near the limit.
+
+    Attributes:
+      buffer_len: tokens before the limit over which the penalty grows. DAPO: 4096 of 20480.
+      max_len: the limit in tokens; 0: rollout.max_response_len, or that of the stage (`rollout.stages`).
     """
 
     buffer_len: int = 4096

@@ -52,11 +52,13 @@ def _launcher(pid: int) -> concurrent.futures.ThreadPoolExecutor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolConfig:
-    """Attributes:
-    workers: processes; 0: one per core, at most 8.
-    timeout_s: seconds a single response may take; then it scores 0.
-    recycle_after: tasks after which a worker is replaced; 0: never (not from a config).
-    memory_mb: address space of a worker; 0: not limited.
+    """The worker processes that grade responses (`WorkerPool`).
+
+    Attributes:
+      workers: processes; 0: one per core, at most 8.
+      timeout_s: seconds a single response may take; then it scores 0.
+      recycle_after: tasks after which a worker is replaced; 0: never (not from a config).
+      memory_mb: address space of a worker; 0: not limited.
     """
 
     workers: int = 0

@@ -33,18 +33,20 @@ START_S = 1800.0  # seconds that weights may take to load
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PoolConfig):
-    """Attributes:
-    path: the folder.
-    dtype: of the model's weights and products.
-    gpus: CUDA_VISIBLE_DEVICES of its process; empty: the CPU.
-    batch: responses that are scored together.
-    max_len: most tokens of a prompt with its response.
-    python: interpreter with torch and transformers; empty: the trainer's own.
-    worst: what an empty response gets, and under truncated=zero an unfinished one.
-    truncated: what an unfinished response gets: "zero" (`worst`), or "score" to have it scored all the same.
-    workers: processes, each with the model.
-    timeout_s: seconds that a batch may take; then the run ends.
-    memory_mb: address space of a process; 0: not limited.
+    """A reward model: a folder, and the processes that score with it.
+
+    Attributes:
+      path: the folder.
+      dtype: of the model's weights and products.
+      gpus: CUDA_VISIBLE_DEVICES of its process; empty: the CPU.
+      batch: responses that are scored together.
+      max_len: most tokens of a prompt with its response.
+      python: interpreter with torch and transformers; empty: the trainer's own.
+      worst: what an empty response gets, and under truncated=zero an unfinished one.
+      truncated: what an unfinished response gets: "zero" (`worst`), or "score" to have it scored all the same.
+      workers: processes, each with the model.
+      timeout_s: seconds that a batch may take; then the run ends.
+      memory_mb: address space of a process; 0: not limited.
     """
 
     path: str

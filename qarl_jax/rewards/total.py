@@ -55,9 +55,11 @@ TERMS: dict[str, type] = {name: module.Config for name, module in REWARDS.items(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Term:
-    """Attributes:
-    reward: the reward.
-    coef: its weight.
+    """A summand of `reward.name=sum`.
+
+    Attributes:
+      reward: any reward but another sum.
+      coef: the factor on its score.
     """
 
     reward: Annotated[Any, Variants(TERMS)]
@@ -70,8 +72,10 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
-    terms: the summands, at least one.
+    """A weighted sum of rewards.
+
+    Attributes:
+      terms: the summands, at least one.
     """
 
     terms: tuple[Term, ...]
@@ -83,8 +87,10 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BySource:
-    """Attributes:
-    rewards: the reward of each part of a mix, by the part's name.
+    """A reward for each part of `data.source.name=mix`.
+
+    Attributes:
+      rewards: the reward of each part of a mix, by the part's name.
     """
 
     rewards: dict[str, Annotated[Any, Variants(TERMS)]]

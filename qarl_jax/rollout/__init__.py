@@ -29,22 +29,20 @@ from qarl_jax.types import Completion, Prompt, UserError
 class SamplingConfig:
     """The distribution tokens are drawn from.
 
-    The logits are divided by `temperature`, then all but the `top_k` largest are masked, then the tail outside the
-    smallest set of mass `top_p`; what is left is renormalized, drawn from, and reported as the token's log-probability.
+    The logits are divided by `temperature`, and the tail outside the smallest set of mass `top_p` is masked. The rest
+    is renormalized, drawn from, and reported as the token's log-probability.
 
     Attributes:
       max_response_len: most tokens of a response, the end token included.
       temperature: 1.0 samples the policy itself. 0 is greedy: the most likely token, with its log-probability under the
         undivided logits (evaluation only: there is no distribution to correct for).
       top_p: in (0, 1]; 1 is off.
-      top_k: 0 is off.
       stop_token_ids: a response ends with the first of these, which is part of it.
     """
 
     max_response_len: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -54,8 +52,6 @@ class SamplingConfig:
             raise UserError(f"sampling: temperature must not be negative, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"sampling: top_p must be in (0, 1], got {self.top_p} (1 turns it off)")
-        if self.top_k < 0:
-            raise UserError(f"sampling: top_k must not be negative, got {self.top_k} (0 turns it off)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

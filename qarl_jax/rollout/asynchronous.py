@@ -110,12 +110,12 @@ class Schedule:
 
 
 class SharedEngine(RolloutEngine):
-    """A RolloutEngine for two threads: one call at a time, and a publish before whatever else waits.
+    """A RolloutEngine for two threads. Calls take turns, and a publish goes before every other call that waits.
 
     Args:
-      engine: the sampler. It is closed with this one.
+      engine: the sampler. Closing this engine closes it.
       schedule: is asked before a publish, and notified after it.
-      chunk: tokens of a sequence after which it lets others in; 0: a call is one piece.
+      chunk: tokens per sequence after which a sampling call lets another call in; 0: at its end.
     """
 
     def __init__(self, engine: RolloutEngine, schedule: Schedule, chunk: int = 0):

@@ -63,7 +63,7 @@ class Config:
 
     def check(self, loss: Any) -> None:
         """Refuses a section `loss` that takes the sampler for the learner."""
-        if loss.weight == "none" and loss.ratio != "sampler":
+        if loss.mismatch == "none" and loss.ratio != "sampler":
             raise UserError(
                 f"rollout.norm_noise: the sampler is not the learner then, and loss.name={loss.name} does not correct"
                 " for it; set loss.mismatch=tis, or loss.name=tbpo with its weight."

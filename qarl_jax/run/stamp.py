@@ -10,12 +10,14 @@ is (`POLICY`) cannot change within a run. Others may; run.json says from which s
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from qarl_jax import quant
+from qarl_jax.loss import tbpo
 from qarl_jax.numerics.engine import of_profile
 from qarl_jax.run import checkpoint, config
 from qarl_jax.run.config import RunConfig
@@ -46,7 +48,8 @@ _RETIRED = (
     *("rollout.engine.endpoints_file", "rollout.engine.hedge", "rollout.engine.launch"),
     *("rollout.engine.max_num_batched_tokens", "rollout.engine.max_restarts", "rollout.engine.min_slots"),
     *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
-    *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.response_bucket"),
+    *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.request_timeout_s"),
+    *("rollout.engine.response_bucket", "loss.max_response_len"),
 )
 _MUON = ("scale", "nesterov", "newton_schulz_steps", "eps", "adamw_b1", "adamw_b2", "adamw_eps", "adamw_weight_decay")
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
@@ -100,6 +103,9 @@ def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
     train = found.get("train") or {}
     if train.pop("packing", "packed") == "unpacked":
         train["max_segments"] = 1
+    loss = found.get("loss") or {}
+    if loss.get("name") == "tbpo":
+        _tbpo_as_today(loss)
     log = found.get("log") or {}
     if not log.pop("tensorboard", True):
         log["trackers"] = []
@@ -108,6 +114,16 @@ def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
     if any(value not in _ARITHMETIC[name] for name, value in retired.items()):
         engine["arithmetic"] = "vllm"
     return found
+
+
+def _tbpo_as_today(loss: dict[str, Any]) -> None:
+    loss.pop("clip_low", None)
+    if (mode := loss.pop("w_mode", "clip")) != "clip":
+        loss["mismatch"] = {"drop": "geometric_mis", "none": "none"}[mode]
+    length_ref = loss.pop("length_ref", tbpo.LENGTH_REF)
+    if loss.get("bands", "fixed") != "fixed" and length_ref != tbpo.LENGTH_REF:
+        for edge in ("clip_high", "neg_clip_low", "neg_clip_high"):
+            loss[edge] *= math.sqrt(length_ref / tbpo.LENGTH_REF)
 
 
 def _run_json(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:

@@ -207,12 +207,12 @@ def named_sharding(
     axes: Sequence[str | None],
     shape: Sequence[int],
     mesh: Mesh | AbstractMesh,
-    rules: AxisRules = AXIS_RULES,
     name: str = "array",
-):
+) -> NamedSharding:
     """The NamedSharding of one array of `shape` with logical `axes`. A dimension that does not divide stays whole."""
     if len(axes) != len(shape):
         raise UserError(f"{name}: {len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
+    rules = AXIS_RULES
     if "expert" in axes:
         rules = rules.for_experts(shape[list(axes).index("expert")], dict(mesh.shape))
     return NamedSharding(mesh, _divisible(rules.spec(axes, name), shape, dict(mesh.shape)))

@@ -93,7 +93,7 @@ def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = Non
     """
     engine, noise = cfg.rollout.engine, cfg.rollout.norm_noise
     noisy = noise is not None and (version is None or noise.sigma(version, cfg.train.steps) > 0)
-    correction = "loss.ratio=sampler" if cfg.loss.ratio == "sampler" else f"loss.mismatch={cfg.loss.weight}"
+    correction = "loss.ratio=sampler" if cfg.loss.ratio == "sampler" else f"loss.mismatch={cfg.loss.mismatch}"
     pair = Pair(
         engine=engine if isinstance(engine, VllmConfig) else None,
         learner=cfg.quant.forward,

@@ -288,10 +288,15 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Attributes: prompts, prompt_len, response_len: size of the comparison. attention: as in model.attention; "engine"
-    mirrors the engine's kernel: flash3 where it can be had, else xla. arithmetic, eager, kv_cache_gb,
-    gpu_memory_utilization, tensor_parallel_size: as in rollout.engine. lora_rank: of random adapters; 0: none.
-    unaligned: whether to measure this baseline."""
+    """The size and the settings of a comparison of learner and engine.
+
+    Attributes:
+      prompts, prompt_len, response_len: number of prompts, tokens of each, and tokens of each response.
+      attention: as in model.attention; "engine" mirrors the engine's kernel: flash3 where it can be had, else xla.
+      arithmetic, eager, kv_cache_gb, gpu_memory_utilization, tensor_parallel_size, threads: as in rollout.engine.
+      lora_rank: rank of random adapters; 0: none.
+      unaligned: also measure an unaligned learner, as a baseline.
+    """
 
     prompts: int = 64
     prompt_len: int = 16

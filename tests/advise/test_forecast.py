@@ -13,6 +13,7 @@ from qarl_jax import quant
 from qarl_jax.advise import command as advise
 from qarl_jax.advise import counts, forecast, measure
 from qarl_jax.advise.machines import MACHINES
+from qarl_jax.memory import learner
 from qarl_jax.models import published
 from qarl_jax.run import config
 from qarl_jax.types import UserError
@@ -51,7 +52,9 @@ def test_four_bits_stop_paying_at_the_batch_where_a_token_takes_as_long_as_in_bf
 
     def token(cfg, sequences):
         context = cfg.data.prompt_limit + cfg.rollout.max_response_len / 2
-        counted = counts.token(cfg, MACHINES["h200"], sequences, context, counts.weights_of(cfg, rollout=True))
+        counted = counts.token(
+            learner.model_of(cfg), MACHINES["h200"], sequences, context, counts.weights_of(cfg, rollout=True)
+        )
         return forecast.seconds({"token": counted}, forecast.RATES)["token"]
 
     last = found["w4a16"].stops_paying
@@ -63,7 +66,7 @@ def test_four_bits_stop_paying_at_the_batch_where_a_token_takes_as_long_as_in_bf
 def test_a_token_takes_no_less_than_its_bytes_and_a_batch_no_less_than_its_products(run):
     cfg, _ = run
     machine, weights = MACHINES["h200"], counts.weights_of(cfg, rollout=True)
-    one, many = (counts.token(cfg, machine, n, 100, weights)["read"] for n in (1, 4096))
+    one, many = (counts.token(learner.model_of(cfg), machine, n, 100, weights)["read"] for n in (1, 4096))
     assert one >= (weights.dense_bytes + weights.head_bytes) / machine.bandwidth
     assert many >= 2 * 4096 * (weights.dense + weights.head) / machine.product
     bf16 = counts.weights_of(config.replaced(cfg, {"quant.forward": "bf16"}), rollout=True)

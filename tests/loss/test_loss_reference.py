@@ -15,13 +15,14 @@ from tests.reference.loss_batches import ROWS, T, inputs, make_batch, value_and_
 
 NAMES = [config.name for config in LOSSES]
 
+EDGES = ("clip_high", "neg_clip_low", "neg_clip_high")
 VARIANTS = [
-    ("tbpo", {"w_mode": "drop"}),
-    ("tbpo", {"w_mode": "none"}),
+    ("tbpo", {"mismatch": "geometric_mis"}),
+    ("tbpo", {"mismatch": "none"}),
     ("tbpo", {"aggregation": "token-mean"}),
     ("tbpo", {"clip_high": 1e-4, "neg_clip_low": 6e-4, "neg_clip_high": 3e-4, "mismatch_cap": 1.2}),
-    ("tbpo", {"bands": "length", "length_ref": 9.0}),
-    ("tbpo", {"bands": "spread", "length_ref": 2.0, "spread_ref": 0.4}),
+    ("tbpo", {"bands": "length", **dict.fromkeys(EDGES, 3e-5)}),
+    ("tbpo", {"bands": "spread", "spread_ref": 0.4, **dict.fromkeys(EDGES, 1e-5)}),
     ("tbpo", {"positive_only": True}),
     ("tbpo", {"on_policy": True}),
     ("grpo", {"aggregation": "seq-mean-token-mean"}),

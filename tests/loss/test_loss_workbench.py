@@ -51,16 +51,16 @@ def share_dropped(bands, tokens, std, shape=(2000, 64)):
 
 
 def test_a_band_as_wide_as_length_and_spread_say():
-    """Four tokens, d = m + (3, -1, 1, -3)/100: s = 0.01 sqrt(20/3) = 0.02582. With spread_ref = s/2 and length_ref = 16
-    the edges are 2 x 2 times as written: at clip_high = 0.01 they lie at a ratio of 1.04, m = log 1.04 = 0.03922."""
+    """Four tokens, d = m + (3, -1, 1, -3)/100: s = 0.01 sqrt(20/3) = 0.02582. With spread_ref = s/2 the
+    edges are 32 x 2 times as written: at clip_high = 0.01/16 they lie at a ratio of 1.04, m = log 1.04 = 0.03922."""
     s = 0.01 * math.sqrt(20 / 3)
-    options = {"clip_high": 0.01, "length_ref": 16.0, "spread_ref": s / 2}
+    options = {"clip_high": 0.01 / 16, "spread_ref": s / 2}
     d = np.array([[3, -1, 1, -3]]) / 100 + np.array([[0.0391], [0.0393], [0.0199]])
     x = one_per_row(d - 2.0, np.full(d.shape, -2.0))
     by_spread = get_loss("tbpo", bands="spread", **options)
     assert dropped(x, by_spread).tolist() == [False, True, False]
-    assert float(by_spread(x)[1]["loss/band_width"].value) == pytest.approx(4.0, rel=1e-5)
-    # By length alone they lie at 1.02 (m = 0.01980), as written at 1.01.
+    assert float(by_spread(x)[1]["loss/band_width"].value) == pytest.approx(64.0, rel=1e-5)
+    # By length alone they lie at 1.02 (m = 0.01980), as written at 1.0006.
     assert dropped(x, get_loss("tbpo", bands="length", **options)).tolist() == [True, True, True]
     assert dropped(x, get_loss("tbpo", **options)).tolist() == [True, True, True]
 

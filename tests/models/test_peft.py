@@ -23,6 +23,7 @@ from tests.reference import hf_models
 
 SHAPE = "qwen3-gqa2-headdim-tied"
 LORA = models.Lora(rank=8, scale=12 / 8)
+pytestmark = pytest.mark.usefixtures("compiled_programs")  # files, and numbers with tolerances
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -34,9 +35,10 @@ def base(tmp_path_factory):
     return model, folder, models.read_config(folder, compute_dtype="float32", lora=LORA)
 
 
-def drawn(config, seed=0):
-    """Adapters with numbers in A and B."""
-    rng = np.random.default_rng(seed)
+@functools.cache
+def drawn(config):
+    """Adapters with numbers in A and B. Do not change them: they are shared."""
+    rng = np.random.default_rng(0)
     fresh = models.fresh_adapters(config, make_mesh())
     return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), fresh)
 

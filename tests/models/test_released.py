@@ -27,6 +27,7 @@ from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")  # whatever codes there are, files hold them
 SCHEMES = {"w4a16": "w4a16:g32", "w8a8": "w8a8", "fp8": "fp8", "nvfp4": "nvfp4"}
 
 

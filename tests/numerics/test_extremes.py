@@ -19,6 +19,7 @@ from qarl_jax.numerics.float32 import in_float64
 from qarl_jax.quant.schemes import on_engine, parse_scheme, scheme_names
 from qarl_jax.types import UserError
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")  # a formula is finite, however it is compiled
 HUGE = (0.0, -0.0, 1e-30, 20.0, -20.0, 88.0, -88.0, 89.0, -89.0, -131.0, 745.0, -745.0, 1e4, -1e4, 1e30, -1e30)
 of_every_record = pytest.mark.parametrize("numerics", RECORDS.values(), ids=RECORDS)
 in_each_dtype = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])

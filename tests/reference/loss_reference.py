@@ -111,7 +111,7 @@ def ppo_clip(r, dr, a, el, eh, dual=None):
 
 def band_width(d, opt):
     """Factor on the edges of TBPO's band for one response with these log-ratios."""
-    wide = {"fixed": 1.0}.get(opt.get("bands", "fixed"), math.sqrt(opt.get("length_ref", 4096) / len(d)))
+    wide = {"fixed": 1.0}.get(opt.get("bands", "fixed"), math.sqrt(4096 / len(d)))
     if opt.get("bands") == "spread" and len(d) > 1:
         mean = math.fsum(d) / len(d)
         s = math.sqrt(math.fsum((x - mean) ** 2 for x in d) / (len(d) - 1))
@@ -134,8 +134,6 @@ def loss(name, batch: Batch, **options) -> Result:
     mode = opt.get("aggregation", AGGREGATION.get(name, "token-mean"))
     length_limit = opt.get("max_response_len") or 1.0
     mismatch = opt.get("mismatch", "geometric" if name == "tbpo" else "none")
-    if name == "tbpo":
-        mismatch = {"clip": mismatch, "drop": "geometric_mis", "none": "none"}[opt.get("w_mode", "clip")]
     responses = batch.responses()
     n_tokens, n_seqs = sum(len(ts) for _, ts in responses), len(responses)
     value, scale, dropped = 0.0, 0.0, []

@@ -30,7 +30,7 @@ ROW_LEN = 24
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE: dict[str, Any] = {
     "jax_compilation_cache_dir": None,
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_compile_time_secs": 0.03,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 # Programs compile in a tenth of the time without LLVM's optimizations and XLA's emitters of fused loops. The second

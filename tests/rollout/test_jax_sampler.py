@@ -126,7 +126,7 @@ def test_masked_entries_are_never_drawn(uniform):
 
 
 @pytest.mark.slow
-def test_top_k_then_top_p_mask_and_renormalize():
+def test_top_p_masks_and_renormalizes():
     p = np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)
     logits = jnp.asarray(np.log(p))[None, [3, 0, 4, 2, 1]]  # any order
 
@@ -135,19 +135,15 @@ def test_top_k_then_top_p_mask_and_renormalize():
         return np.isfinite(np.asarray(z))[0].nonzero()[0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
-    assert kept(top_k=2) == [1, 4]
-    assert kept(top_k=9) == [0, 1, 2, 3, 4]
     assert kept(top_p=0.6) == [1, 4]  # 0.4 has not reached 0.6, 0.7 has
     assert kept(top_p=0.75) == [1, 3, 4]
     assert kept(top_p=1e-6) == [1]
-    # Of the two largest, renormalized to 4/7 and 3/7, the first alone reaches 0.5.
-    assert kept(top_k=2, top_p=0.5) == [1]
-    _, logprob = draw(logits, jnp.zeros(1), SamplingConfig(max_response_len=1, top_k=2))
+    _, logprob = draw(logits, jnp.zeros(1), SamplingConfig(max_response_len=1, top_p=0.6))
     np.testing.assert_allclose(logprob, np.log(0.4 / 0.7), rtol=1e-5)
 
 
 def test_ties_at_the_cut_are_all_kept():
-    z = processed_logits(jnp.asarray([[1.0, 1.0, 1.0, 0.0]]), SamplingConfig(max_response_len=1, top_k=2))
+    z = processed_logits(jnp.asarray([[1.0, 1.0, 1.0, 0.0]]), SamplingConfig(max_response_len=1, top_p=0.5))
     assert np.isfinite(np.asarray(z)).tolist() == [[True, True, True, False]]
 
 
@@ -342,7 +338,6 @@ def test_buckets_and_fingerprints():
         ({"max_response_len": 1, "temperature": -1.0}, "temperature must not be negative"),
         ({"max_response_len": 1, "temperature": float("nan")}, "temperature must not be negative"),
         ({"max_response_len": 1, "top_p": 0.0}, "top_p must be in"),
-        ({"max_response_len": 1, "top_k": -1}, "top_k must not be negative"),
     ],
 )
 def test_impossible_sampling_is_refused(options, sentence):

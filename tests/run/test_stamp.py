@@ -181,3 +181,12 @@ def test_a_record_of_november_2026_is_read_today():
     assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")
     assert cfg.log.trackers == ("tensorboard",)
     assert stamp._as_today({"log": {"tensorboard": False}}) == {"log": {"trackers": []}}
+
+
+def test_a_record_keeps_the_objective_that_its_retired_options_chose():
+    edges = {"clip_high": 1e-3, "neg_clip_low": 2e-3, "neg_clip_high": 3e-3}
+    recorded = {"name": "tbpo", "bands": "length", "length_ref": 16.0, "clip_low": 3e-4, "w_mode": "drop", **edges}
+    wider = {edge: value / 16 for edge, value in edges.items()}
+    today = {"name": "tbpo", "bands": "length", "mismatch": "geometric_mis", **wider}
+    assert stamp._as_today({"loss": recorded}) == {"loss": today}
+    assert stamp._as_today({"loss": {"name": "grpo", "clip_low": 0.2}}) == {"loss": {"name": "grpo", "clip_low": 0.2}}

@@ -167,9 +167,9 @@ def gpu_buffers(ordinal: int, library: str = "libcuda.so.1") -> cuda_ipc.Buffers
     return cuda_ipc.Buffers(cuda_ipc.Device(ordinal, cuda_ipc.load(library)))
 
 
-def gpu_memory(ordinal: int, library: str = "libcuda.so.1") -> tuple[int, int]:
+def gpu_memory(ordinal: int) -> tuple[int, int]:
     """(free, total) bytes of GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
-    return cuda_ipc.Device(ordinal, cuda_ipc.load(library)).memory()
+    return cuda_ipc.Device(ordinal).memory()
 
 
 def gpu_count(library: str = "libcuda.so.1") -> int:

@@ -203,7 +203,6 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
             seed=draw.seed if sampling.temperature > 0 else None,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # only the stop tokens the trainer named end a response

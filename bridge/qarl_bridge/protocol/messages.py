@@ -211,13 +211,11 @@ class Recorded(_Struct):
 
 
 class Sampling(_Struct):
-    """The distribution to draw from. `top_k = 0` is off. Reported log-probs are those of the distribution drawn
-    from."""
+    """The distribution to draw from. Reported log-probs are those of this distribution."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=1024)] = []
 
 

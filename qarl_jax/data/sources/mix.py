@@ -25,8 +25,10 @@ PARTS: dict[str, type] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
-    parts: the sources by name, for example {math: {name: jsonl, path: ...}, code: {name: parquet, path: ...}}.
+    """A mix of other sources.
+
+    Attributes:
+      parts: the sources by name, for example {math: {name: jsonl, path: ...}, code: {name: parquet, path: ...}}.
     """
 
     parts: dict[str, Annotated[Any, Variants(PARTS)]]

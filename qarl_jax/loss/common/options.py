@@ -32,9 +32,13 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] | None = None,
+    internal: bool = False,
 ) -> Any:
-    """A dataclass field with its meaning, the source of its default and its allowed range."""
-    checks = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices}
+    """A dataclass field with its meaning, the source of its default and its allowed range.
+
+    internal: the field is not from a config.
+    """
+    checks = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices, "internal": internal}
     return dataclasses.field(default=default, metadata={"doc": doc, "source": source, **checks})
 
 
@@ -87,13 +91,15 @@ def check(config: Any, what: str = "loss") -> None:
 class Shared:
     """Fields every objective has.
 
-    `level` says whose ratio the band holds: a "token"'s, or a whole "response"'s.
+    `level` says whose ratio the band holds: a "token"'s, or a whole "response"'s. `retired` has options of the past,
+    and what to do without each.
     """
 
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
     level: ClassVar[str] = "token"
+    retired: ClassVar[dict[str, str]] = {"max_response_len": "a run divides by its rollout.max_response_len."}
 
     aggregation: str = option(
         "token-mean",
@@ -104,9 +110,10 @@ class Shared:
     max_response_len: float | None = option(
         None,
         "constant divisor of `seq-mean-token-sum-norm`: the length limit of a response, not the padded length;"
-        " unset: 1, or what the run's config fills in",
+        " unset: 1. A run sets its own limit (not from a config)",
         "Dr. GRPO code (generate_max_length)",
         above=0.0,
+        internal=True,
     )
     mismatch: str = option(
         "none",
@@ -139,8 +146,8 @@ class Shared:
                     f"loss {self.name!r}: {field} is set, but mismatch = {self.mismatch!r} has no such bound; "
                     f"it belongs to {', '.join(users)}"
                 )
-        if self.ratio == "sampler" and (self.weight != "none" or self.on_policy):
-            what = "on_policy" if self.on_policy else f"mismatch = {self.weight!r}"
+        if self.ratio == "sampler" and (self.mismatch != "none" or self.on_policy):
+            what = "on_policy" if self.on_policy else f"mismatch = {self.mismatch!r}"
             raise UserError(
                 f"loss {self.name!r}: ratio = 'sampler' and {what} both say what the learner is compared with; set"
                 " mismatch = 'none' and on_policy = false, or ratio = 'learner'"
@@ -148,8 +155,3 @@ class Shared:
         low, high = self.mismatch_low, self.mismatch_high
         if low is not None and high is not None and low >= high:
             raise UserError(f"loss {self.name!r}: mismatch_low = {low} must be below mismatch_high = {high}")
-
-    @property
-    def weight(self) -> str:
-        """Key of `sampler_correction.MISMATCH` in force."""
-        return self.mismatch

@@ -69,15 +69,15 @@ class Responses:
         return self.present.astype(jnp.float32).sum()
 
     def sum(self, x: Float[Array, "B T"]) -> Float[Array, "B S"]:
-        """[B, T] -> [B, S]: sum over each response's masked tokens."""
+        """Sums over each response's masked tokens: [B, T] -> [B, S]."""
         return segment_sum(jnp.where(self.mask, x, 0.0), self.segment_ids, self.length.shape[1])
 
     def mean(self, x: Float[Array, "B T"]) -> Float[Array, "B S"]:
-        """[B, T] -> [B, S]: mean over each response's masked tokens, 0 for an empty one."""
+        """Averages over each response's masked tokens: [B, T] -> [B, S], 0 for an empty response."""
         return self.sum(x) / jnp.maximum(self.length, 1.0)
 
     def spread(self, y: Float[Array, "B S"]) -> Float[Array, "B T"]:
-        """[B, S] -> [B, T]: each response's value on its masked tokens, 0 elsewhere."""
+        """Gives each response's masked tokens its value: [B, S] -> [B, T], 0 elsewhere."""
         slots = self.length.shape[1]
         if slots <= _DENSE:
             return jnp.where(_one_hot(self.segment_ids, slots), y[:, None, :], 0.0).sum(2)
@@ -98,7 +98,7 @@ def _one_hot(segment_ids: jax.Array, slots: int) -> jax.Array:
 
 
 def segment_sum(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"], slots: int) -> Float[Array, "B S"]:
-    """[B, T] -> [B, slots]: sum of `x` per row and segment id 1..slots; id 0 is left out. `x` must be finite."""
+    """Sums `x`, which must be finite, by segment id: [B, T] -> [B, slots], for ids 1 to slots."""
     if slots <= _DENSE:
         return jnp.where(_one_hot(segment_ids, slots), x[:, :, None], 0.0).sum(1)
     rows = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=slots + 1))(x, segment_ids)
@@ -106,7 +106,7 @@ def segment_sum(x: Float[Array, "B T"], segment_ids: Int[Array, "B T"], slots: i
 
 
 def response_mask(x: LossInputs) -> Bool[Array, "B T"]:
-    """[B, T] bool: tokens that are in `loss_mask` and belong to a segment."""
+    """Marks the tokens that are in `loss_mask` and belong to a segment: bool [B, T]."""
     return jnp.asarray(x.loss_mask).astype(bool) & (jnp.asarray(x.segment_ids) > 0)
 
 

@@ -61,7 +61,7 @@ def effects(x: LossInputs, loss: Loss) -> Effects:
     """Finds the effect of `loss` on each token of a batch, which may be any part of a mini-batch."""
     cfg = loss.config
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     push = -jax.grad(lambda logprobs: loss(dataclasses.replace(x, logprobs=logprobs))[0].total)(x.logprobs)
     share = jax.grad(lambda terms: aggregate(terms, r, cfg.aggregation, max_response_len=cfg.max_response_len).total)(
         jnp.zeros_like(r.logprobs)

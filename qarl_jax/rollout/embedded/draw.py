@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution a token is drawn from (temperature, then top-k, then top-p), and one draw from it."""
+"""The distribution a token is drawn from (temperature, then top-p), and one draw from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BLOCK = 128
 def processed_logits(
     logits: Float[Array, "B V"], sampling: SamplingConfig, numerics: Any = None
 ) -> Float[Array, "B V"]:
-    """Temperature, then top-k, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
+    """Temperature, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
 
-    The order and the meaning of each are vLLM's. Entries tied with the last one kept are all kept.
+    The order and the meaning of both are vLLM's. Entries tied with the last one kept are all kept.
 
     Args:
       logits: [B, V] float32, raw.
@@ -33,24 +33,17 @@ def processed_logits(
     Returns:
       [B, V] float32, not normalized.
     """
-    vocab = logits.shape[-1]
     if sampling.temperature > 0:
         logits = tempered(logits, sampling.temperature, numerics)
-    use_top_k = 0 < sampling.top_k < vocab
-    if not use_top_k and sampling.top_p == 1:
+    if sampling.top_p == 1:
         return logits
     descending = jax.lax.sort(logits, is_stable=False)[:, ::-1]
-    if use_top_k:
-        descending = jnp.where(jnp.arange(vocab)[None] < sampling.top_k, descending, -jnp.inf)
-        logits = jnp.where(logits >= descending[:, sampling.top_k - 1, None], logits, -jnp.inf)
-    if sampling.top_p < 1:
-        probs = jax.nn.softmax(descending)
-        before = jnp.cumsum(probs, axis=-1) - probs
-        # An entry stays if the mass of the larger ones has not reached top_p; the largest always stays.
-        keep = before < sampling.top_p
-        smallest = jnp.where(keep, descending, jnp.inf).min(-1, keepdims=True)
-        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
-    return logits
+    probs = jax.nn.softmax(descending)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    # An entry stays if the mass of the larger ones has not reached top_p; the largest always stays.
+    keep = before < sampling.top_p
+    smallest = jnp.where(keep, descending, jnp.inf).min(-1, keepdims=True)
+    return jnp.where(logits >= smallest, logits, -jnp.inf)
 
 
 def draw(

@@ -36,12 +36,15 @@ def loaded(name, arguments):
 
 @functools.cache
 def policy_type():
-    """The class of what an environment takes for a model; made here, for its base is verifiers' own."""
+    """Makes the class of clients through which an environment asks the policy for a turn.
+
+    Its base class is verifiers', which is imported only where an environment needs it.
+    """
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
 
     class Policy(Client):
-        """`take_turn`: what follows a list of messages."""
+        """A client of verifiers. `take_turn`: coroutine function, messages -> the policy's text."""
 
         def __init__(self, take_turn):
             super().__init__(None)

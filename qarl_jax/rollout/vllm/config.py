@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
+from typing import ClassVar, Literal
 
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -40,11 +40,16 @@ class Config(messages.EngineOptions):
       in chunks of whole layers, through a buffer of 2 GiB, to an engine on the learner's own GPU.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
-    request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
+    request_timeout_s: longest silence of the bridge before it is taken for dead; it reports every 2 s (not from a
+      config).
     max_restarts: bridge deaths survived in a row, without a successful call in between (not from a config).
     log_file: the bridge's output; empty: a temporary folder. A training run sets engine.log in its own (not from a
       config).
     """
+
+    retired: ClassVar[dict[str, str]] = {
+        "request_timeout_s": "a bridge is taken for dead after 120 s without a report."
+    }
 
     python: str = ""
     replicas: int = 0
@@ -57,7 +62,7 @@ class Config(messages.EngineOptions):
     staging_buffers: Literal[0, 1, 2] = 2
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
-    request_timeout_s: float = 120.0
+    request_timeout_s: float = internal(120.0)
     max_restarts: int = internal(3)
     log_file: str = internal("")
 

@@ -422,7 +422,6 @@ class VllmEngine(RolloutEngine):
             max_tokens=sampling.max_response_len,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
             stop_token_ids=[int(token) for token in sampling.stop_token_ids],
         )
 

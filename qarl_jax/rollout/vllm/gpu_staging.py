@@ -86,10 +86,9 @@ class _Place:
 
 
 def layout(weights: PolicyWeights) -> list[_Place]:
-    """Every tensor the engine is given, in the order of `engine_tensors`: embedding, layers in order, norm, head; the
-    experts of a layer in one.
+    """Lists every tensor that the engine is given, in the order of `engine_tensors`: embedding, layers, norm, head.
 
-    From shapes alone: arrays may be abstract.
+    A layer's experts are one tensor. Only shapes are read, so that `weights` may be abstract.
     """
     config = models.config_of(weights.graphdef)
     names = models.hf_names(config)
@@ -110,7 +109,10 @@ def layout(weights: PolicyWeights) -> list[_Place]:
 
 
 def shapes_apart(weights: PolicyWeights) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """dtype and shape of the tensors of a checkpoint, each expert's by itself, in the order of `engine_tensors`."""
+    """Lists a checkpoint's tensors by name: (dtype, shape), in the order of `engine_tensors`.
+
+    Each expert has tensors of its own here; in `layout` a layer's experts are one stack. `weights` may be abstract.
+    """
     config = models.config_of(weights.graphdef)
     leads = {path: names.ndim for path, names in models.hf_names(config).items()}
     tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)

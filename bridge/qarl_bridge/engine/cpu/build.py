@@ -58,7 +58,7 @@ def own(torch: Any) -> str:
 
 
 def runnable(torch: Any) -> tuple[str, ...]:
-    """The builds this CPU can run, least first."""
+    """Lists vLLM's CPU builds that this CPU can run, from the fewest instructions needed to the most."""
     mine = own(torch)
     return BUILDS[: BUILDS.index(mine) + 1] if mine in BUILDS else (mine,)
 
