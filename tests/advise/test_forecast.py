@@ -99,6 +99,16 @@ def test_only_what_the_learner_scores_before_the_updates_is_forecast_as_scoring(
     assert {**passed.seconds, "old_logprobs": 0} == {**found["w8a8"].seconds, "old_logprobs": 0}
 
 
+@pytest.mark.parametrize(("model", "waits_for"), [("Qwen3-30B-A3B", "memory"), ("Qwen3-14B", "products")])
+def test_muon_waits_for_memory_where_its_matrices_are_as_small_as_an_experts(model, waits_for):
+    args = advise.build_parser().parse_args(["--model", model, "--device", "h200", "--gpus", "4"])
+    with published.folder(model) as folder:
+        terms = counts.of_step(advise.run_of(args, folder), MACHINES["h200"])["update"]
+    memory = terms["stream_iterates"] * forecast.RATES["stream_iterates"]
+    products = terms["orthogonalize"] * forecast.RATES["orthogonalize"]
+    assert ("memory" if memory > products else "products") == waits_for
+
+
 def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     assert advise.main(["--model", "Qwen3-1.7B", "--device", "h100"]) == 0
     said = capsys.readouterr().out
@@ -135,6 +145,7 @@ def test_rates_errors_and_page_are_those_of_the_records():
     rows = records.all_rows()
     assert records.rounded(records.fit(rows)) == forecast.RATES
     assert records.errors_by_kind(rows) == forecast.ERRORS
+    assert max(forecast.ERRORS.values()) <= 0.15
     text = records.PAGE.read_text()
     assert records.page(text, rows) == text
     whole = [row for row in rows if row.step and row.is_fitted]
