@@ -154,6 +154,38 @@ def test_rates_errors_and_page_are_those_of_the_records():
     assert np.mean(found) < 0.15
 
 
+@pytest.mark.slow
+def test_a_layers_products_are_timed_under_a_scheme_as_the_learner_has_them(tmp_path):
+    args = advise.build_parser().parse_args(["--model", str(tiny.model_folder(tmp_path)), "--device", "cpu", *SMALL])
+    layers = {}
+    for scheme in ("bf16", "w8a8"):
+        cfg = config.replaced(advise.run_of(args, str(tmp_path)), {"quant.forward": scheme})
+        layers[scheme] = layer = measure.layer_of(cfg, 8)
+        assert min(layer.token, layer.forward, layer.both) > 0
+    assert layers["bf16"].quantize == 0 < layers["w8a8"].quantize
+    terms = counts.of_step(cfg, MACHINES["h200"])
+    found = measure.products(cfg, terms, measure.Layer(token=1.0, forward=10.0, both=100.0, quantize=1000.0))
+    model, updates = published_layers(tmp_path), cfg.train.updates_per_step
+    assert found["rollout"] == 64 * model  # 64 tokens of a response
+    passes = terms["update"]["micro_batch"]
+    assert found["update"] == pytest.approx(passes * (100.0 + 10.0) + updates * model * 1000.0)  # all is made again
+
+
+def published_layers(folder):
+    return json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+
+
+@pytest.mark.nightly
+def test_steps_of_schemes_that_were_not_run_are_those_of_the_one_that_was_and_their_products(tmp_path):
+    folder = tiny.model_folder(tmp_path / "model")
+    args = advise.build_parser().parse_args(["--model", str(folder), "--device", "cpu", *SMALL])
+    cfg, machine = advise.run_of(args, str(folder)), MACHINES["h200"]
+    found = measure.corrected(forecast.of_schemes(cfg, machine), "bf16", machine)
+    assert [name for name, one in found.items() if one.measured] == ["bf16", "w8a8", "fp8", "w4a16"]
+    run = measure.whole_step(config.replaced(cfg, {"quant.forward": "w8a8"}))
+    assert found["w8a8"].step == pytest.approx(sum(run.values()), rel=0.5)
+
+
 @pytest.mark.nightly
 def test_a_measured_step_of_few_layers_says_what_all_layers_take(tmp_path, monkeypatch):
     folder = tiny.model_folder(tmp_path / "model")
