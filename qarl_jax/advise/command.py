@@ -183,16 +183,18 @@ def report(
         f" {cfg.rollout.max_response_len} tokens, {cfg.train.updates_per_step} updates\n"
     )
     print("\n".join(table(forecasts)))
-    problems: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}  # schemes by what there is to say of them
     for name, one in forecasts.items():
         if one.problem:
-            problems.setdefault(one.problem.replace(name, "it"), []).append(name)
-        elif one.saved:
-            print(f"{name} fits with: {' '.join(one.saved)}")
+            lines.setdefault(one.problem.replace(name, "it"), []).append(name)
+        if one.saved:
+            lines.setdefault(f"fits with {' '.join(one.saved)}", []).append(name)
         if one.seconds and one.cached[0] < one.cached[1]:
-            print(f"{name}: the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits")
-    for problem, names in problems.items():
-        print(f"{', '.join(names)}: {problem if len(names) > 1 else forecasts[names[0]].problem}")
+            waits = f"the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits"
+            lines.setdefault(waits, []).append(name)
+    for line, names in lines.items():
+        alone = forecasts[names[0]].problem if len(names) == 1 else ""
+        print(f"{', '.join(names)}: {alone or line}")
     print(f"\nDoes quantization pay here? {answer}.")
     rests = f"Seconds are forecasts; whole steps differed from theirs by {error:.0%} in the mean."
     if any(one.measured for one in forecasts.values()):
