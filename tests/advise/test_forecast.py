@@ -181,7 +181,11 @@ def test_steps_of_schemes_that_were_not_run_are_those_of_the_one_that_was_and_th
     args = advise.build_parser().parse_args(["--model", str(folder), "--device", "cpu", *SMALL])
     cfg, machine = advise.run_of(args, str(folder)), MACHINES["h200"]
     found = measure.corrected(forecast.of_schemes(cfg, machine), "bf16", machine)
-    assert [name for name, one in found.items() if one.measured] == ["bf16", "w8a8", "fp8", "w4a16"]
+    assert [name for name, one in found.items() if one.measured] == [
+        "bf16",
+        "w8a8",
+        "fp8",
+    ]  # 128 do not divide its width
     run = measure.whole_step(config.replaced(cfg, {"quant.forward": "w8a8"}))
     assert found["w8a8"].step == pytest.approx(sum(run.values()), rel=0.5)
 
