@@ -515,7 +515,15 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
         yield layout
         yield from engines(cfg)
         if layout.status != "fail" and all(line.status == "ok" for line in weights):
-            yield memory_plan(cfg)
+            yield memory_plan(_with_prompts(cfg))
+
+
+def _with_prompts(cfg: RunConfig) -> RunConfig:
+    """The run with the length of its longest prompt, as a run finds it; as it is where its data cannot be read."""
+    try:
+        return dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, data.load_tokenizer(cfg.model.path)))
+    except UserError:  # which another check tells
+        return cfg
 
 
 def _can_be_probed(cfg: RunConfig) -> bool:

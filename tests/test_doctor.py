@@ -21,6 +21,7 @@ from qarl_jax.observe.trackers import watched
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as embedded
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import config, init
 from qarl_jax.types import UserError
 from qarl_jax.verify import machine
 from tests.reference import tiny
@@ -50,6 +51,14 @@ def test_a_sound_machine_and_config_pass(world, capsys):
     assert lines["quantized"]["found"] == "14 matrices w4a16:g32"
     assert lines["mesh"]["found"].endswith("1 of 8 device(s)")
     assert "masters" in lines["memory plan"]["found"]
+
+
+def test_the_memory_plan_has_room_for_the_longest_prompt_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    init.write(tmp_path / "mine")  # which leaves data.max_prompt_len out
+    cfg = config.load("mine", [])
+    (line,) = (line for line in doctor.with_config(cfg) if line.name == "memory plan")
+    assert float(line.found.split(" GiB")[0]) < 2, line.found
 
 
 def test_it_leaves_nothing_behind(world, capsys):

@@ -7,6 +7,7 @@ What vLLM serves after the last publish must be what a fresh vLLM serves from th
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, train
 from qarl_jax.data import packing
+from qarl_jax.loop.session import Session
 from qarl_jax.rollout import SamplingConfig
-from qarl_jax.run import build, export
+from qarl_jax.run import build, config, export
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import Prompt
 from tests.reference import tiny
@@ -246,3 +248,25 @@ def test_a_noisy_sampler_travels_as_plain_norms_and_the_learner_sees_it(tmp_path
     assert [line["time/publish/weights_read_back"] for line in raw] == [2 * 4 + norms] * 3
     scores = [{key: value for key, value in line.items() if key != "version"} for line in world.records("eval")]
     assert scores == [scores[0]] * 4
+
+
+@pytest.mark.nightly
+def test_an_engine_of_two_shards_that_is_killed_leaves_nothing_in_the_next_ones_way():
+    """vLLM names what its shards meet in alike for every engine: of a killed one, it was in the way of the next."""
+    pytest.importorskip("vllm")
+    settings = ["quant.forward=w8a8", "train.prompts_per_step=8", "train.prompts_per_update=8"]
+    settings += [f"rollout.engine.{name}" for name in ("tensor_parallel_size=2", "kv_cache_gb=0.1", "threads=1")]
+    with Session(config.load("quickstart_vllm", settings)) as session:
+        before = session.sample()
+        first = session.engine.facts.pid
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"qarl-shards-{first}-")]
+        for pid in (first, *children(first)):
+            os.kill(pid, signal.SIGKILL)
+        after = session.sample()
+        assert session.engine.restarts == 1
+        assert [group.texts for group in after] == [group.texts for group in before]
+
+
+def children(pid):
+    text = "".join(path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(each) for each in text.split()]

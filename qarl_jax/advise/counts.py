@@ -31,6 +31,9 @@ from qarl_jax.verify import alignment
 
 Terms = dict[str, float]
 ACTIVATION_BYTES = 2  # of an element of the compute dtype
+# Of an element of Muon's iterate, or of its Gram matrix, in a round: cast and read for each product, the product
+# written and read, the sum written (`muon.orthogonalize`).
+ITERATE_BYTES = 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,17 +235,18 @@ def _optimizer(cfg: RunConfig, machine: Machine) -> Terms:
     gradients = learner.nbytes(made.params, mesh, cfg.train.grad_dtype_or_float32)
     precision = getattr(cfg.optimizer, "matmul_precision", "default")
     speed = machine.product if precision == "bfloat16" else machine.float32.get(precision, machine.float32["default"])
-    orthogonalized = {True: 0.0, False: 0.0}  # of experts, of other matrices
+    product = iterates = 0.0  # of Muon's iteration: FLOP, and bytes of what is float32 between its products
     if isinstance(cfg.optimizer, Muon):
         for leaf, name in zip(jax.tree.leaves(made.params), jax.tree.leaves(labels(made.params)), strict=True):
             if name == "muon":
                 *stack, n, k = leaf.shape
-                few, many, is_expert = min(n, k), max(n, k), len(stack) > 1
-                each = muon.ROUNDS * (4.0 * few * few * many + 2.0 * few**3)
-                orthogonalized[is_expert] += updates * math.prod(stack) * each / mesh.size / speed
+                few, many = min(n, k), max(n, k)
+                rounds = updates * math.prod(stack) * muon.ROUNDS / mesh.size
+                product += rounds * (4.0 * few * few * many + 2.0 * few**3)
+                iterates += rounds * ITERATE_BYTES * few * (many + few)
     return {
-        "orthogonalize": orthogonalized[False],
-        "orthogonalize_experts": orthogonalized[True],
+        "orthogonalize": product / speed,
+        "stream_iterates": iterates / machine.bandwidth,
         "stream_optimizer": updates * (2 * state + 2 * masters + 2 * gradients) / machine.bandwidth,
         "offload": updates * 2 * state / machine.host_link if cfg.optimizer.offload is True else 0.0,
     }

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,8 @@ def this_cpu() -> Machine:
     """Times this machine's memory and float32 products for a second. Its rates are shared by all of its cores."""
     n = 2048
     square, long = jnp.ones((n, n), jnp.float32), jnp.ones(2**26, jnp.float32)
-    product = 2.0 * n**3 / _best(jax.jit(lambda x: x @ x), square)
-    bandwidth = 2.0 * long.nbytes / _best(jax.jit(lambda x: x + 1), long)
+    product = 2.0 * n**3 / least(jax.jit(lambda x: x @ x), square)
+    bandwidth = 2.0 * long.nbytes / least(jax.jit(lambda x: x + 1), long)
     return Machine(
         name="cpu",
         kind="cpu",
@@ -89,11 +90,11 @@ def this_cpu() -> Machine:
     )
 
 
-def _best(function: Callable[[jax.Array], jax.Array], argument: jax.Array) -> float:
+def least(function: Callable[..., Any], *arguments: Any) -> float:
     """The fewest seconds of five calls after one that compiles."""
     took = []
     for _ in range(6):
         start = time.perf_counter()
-        jax.block_until_ready(function(argument))
+        jax.block_until_ready(function(*arguments))
         took.append(time.perf_counter() - start)
     return min(took[1:])

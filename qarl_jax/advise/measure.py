@@ -1,16 +1,21 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a run's step on this machine: the trainer makes a few steps of a model of few layers, twice.
+"""Measures a run's step on this machine: steps of the trainer under one scheme, and every scheme's products of a layer.
 
 A step's phases grow linearly with the number of layers. So two models, of two layers and of eight, say what all layers
 take. The runs have the real config's batch, lengths, schemes, optimizer and engine. Weights and prompts are random, and
 the reward is always 0.
+
+Steps under other schemes differ by their products. Those of one layer are timed under `TIMED`, as `quant.dot` has them:
+for a token of every sequence, and for a micro-batch forward and backward. What vLLM computes is its own, so its
+sampling differs by the recorded rates, and so does all of a scheme that was not timed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,36 +26,129 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import yaml
 
+from qarl_jax import models, quant
+from qarl_jax.advise import counts
 from qarl_jax.advise.forecast import Forecast
+from qarl_jax.advise.machines import Machine, least
+from qarl_jax.memory import costs, learner
 from qarl_jax.models import published
-from qarl_jax.run import config
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
+from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig, replaced
+from qarl_jax.runtime import progress
 from qarl_jax.types import UserError
 
 LAYERS = (2, 8)  # of the two models, where the whole one has more
 STEPS = 3  # of a run, after one that compiles
 LIMIT_S = 300.0  # of a run
 PROMPT_WORDS = 32
+TIMED = ("bf16", "w8a8", "fp8", "w4a16")  # with the measured one, seconds each
+MOST_TOKENS = 1024  # that a layer's products are timed with; more take as much longer
+WORDS = 256  # of the vocabulary where one layer is timed
 
 
-def corrected(forecasts: Mapping[str, Forecast], scheme: str) -> dict[str, Forecast]:
-    """Measures the step of one scheme, and corrects each phase of all schemes by the same factor.
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Seconds of one layer's products under a scheme.
+
+    Attributes:
+      token: of one token for each sequence of the embedded sampler.
+      forward, both: of a micro-batch of the learner, without and with the backward.
+      quantize: of its weights.
+    """
+
+    token: float
+    forward: float
+    both: float
+    quantize: float
+
+
+def corrected(forecasts: Mapping[str, Forecast], scheme: str, machine: Machine) -> dict[str, Forecast]:
+    """Measures the step of one scheme, and corrects it for the others.
 
     Raises:
       UserError: the trainer failed on this machine, or took too long; the sentence has its last line.
     """
-    one = forecasts[scheme]
-    measured = whole_step(one.cfg)
-    factors = {phase: measured.get(phase, took) / took if took else 1.0 for phase, took in one.seconds.items()}
+    base = forecasts[scheme]
+    timed = [name for name in dict.fromkeys((scheme, *TIMED)) if name in forecasts and forecasts[name].seconds]
+    measured = whole_step(base.cfg)
+    with progress.task("timing schemes", len(timed), "schemes") as task:
+        terms = counts.of_step(base.cfg, machine, base.mean_len)
+        sequences = round(terms["rollout"]["sequence"] * _layers(base.cfg) / terms["rollout"]["layer"])
+        layers = {name: layer_of(forecasts[name].cfg, sequences) for name in task.count(timed)}
+    factors = {phase: took / base.seconds[phase] if base.seconds[phase] else 1.0 for phase, took in measured.items()}
+    known = products(base.cfg, terms, layers[scheme])
+    out = {}
+    for name, each in forecasts.items():
+        seconds = {phase: took * factors.get(phase, 1.0) for phase, took in each.seconds.items()}
+        own = products(each.cfg, terms, layers[name]) if name in layers else {}
+        for phase, took in own.items():
+            if phase not in ("rollout", "publish") or not isinstance(each.cfg.rollout.engine, VllmConfig):
+                seconds[phase] = max(took, measured[phase] + took - known[phase])
+        out[name] = dataclasses.replace(each, seconds=seconds, measured=scheme if name in layers else "")
+    return out
+
+
+def products(cfg: RunConfig, terms: Mapping[str, Mapping[str, float]], layer: Layer) -> dict[str, float]:
+    """Seconds of a step's products by phase, from those of one layer. terms: `counts.of_step`."""
+    again = costs.REPEATED[cfg.model.remat_or_full]
+    quantized = cfg.train.updates_per_step * _layers(cfg) * layer.quantize
     return {
-        name: dataclasses.replace(
-            each, seconds={phase: took * factors[phase] for phase, took in each.seconds.items()}, is_measured=True
-        )
-        for name, each in forecasts.items()
+        "rollout": terms["rollout"]["layer"] * layer.token,
+        "old_logprobs": terms["old_logprobs"]["micro_batch"] * layer.forward,
+        "update": terms["update"]["micro_batch"] * (again * layer.forward + layer.both) + quantized,
+        "publish": 0.0,
     }
+
+
+def layer_of(cfg: RunConfig, sequences: int) -> Layer:
+    """Times the products of one layer of a run's model, experts left out, on this machine."""
+    config = build.model_config(cfg, cfg.quant.forward)
+    config = dataclasses.replace(config, num_layers=1, vocab_size=WORDS)
+    graphdef, params, _ = models.split(models.random_model(config, 0))
+    quantize = jax.jit(functools.partial(models.quantize_params, graphdef))
+    low, masters = models.by_path(quantize(params)), models.by_path(params)
+    # A stack of one layer; experts have a dimension more.
+    names = [name for name, w in masters.items() if name.endswith(".kernel") and w.ndim == 3]
+    first = functools.partial(jax.tree.map, lambda x: x[0])
+    weights = {name: first(masters[name]) for name in names}
+    codes = {name: first(low[name]) if low.get(name) is not None else None for name in names}
+    rows = cfg.train.micro_batch_rows // learner.planned_mesh(cfg).size or 1
+    tokens = rows * cfg.row_len
+    timed = min(tokens, MOST_TOKENS)
+
+    @jax.jit
+    def forward(inputs: Any, weights: Any, codes: Any) -> list[Any]:
+        return [quant.dot(inputs[w.shape[1]], w, codes[name], numerics=cfg.numerics) for name, w in weights.items()]
+
+    @jax.jit
+    def both(inputs: Any, weights: Any, codes: Any, outer: Any) -> Any:
+        def total(inputs: Any, weights: Any) -> Any:
+            return sum(jnp.vdot(outer[y.shape[-1]], y).astype(jnp.float32) for y in forward(inputs, weights, codes))
+
+        return jax.grad(total, (0, 1))(inputs, weights)
+
+    def drawn(widths: set[int], count: int) -> dict[int, Any]:
+        draw = np.random.default_rng(0)
+        return {k: jnp.asarray(draw.normal(size=(count, k)), cfg.model.dtype) for k in widths}
+
+    ins, outs = ({w.shape[axis] for w in weights.values()} for axis in (1, 0))
+    learned = drawn(ins, timed)
+    return Layer(
+        token=least(forward, drawn(ins, sequences), weights, codes),
+        forward=least(forward, learned, weights, codes) * tokens / timed,
+        both=least(both, learned, weights, codes, drawn(outs, timed)) * tokens / timed,
+        quantize=least(quantize, params) if any(each is not None for each in codes.values()) else 0.0,
+    )
+
+
+def _layers(cfg: RunConfig) -> int:
+    return learner.model_of(cfg).num_layers
 
 
 def whole_step(cfg: RunConfig) -> dict[str, float]:
@@ -72,7 +170,8 @@ def steps_of(cfg: RunConfig, layers: int) -> dict[str, float]:
         run_dir = folder / "run"
         (folder / "run.yaml").write_text(yaml.safe_dump(config.to_dict(_short(cfg, folder, run_dir))))
         command = [sys.executable, "-m", "qarl_jax.train", "--config", str(folder / "run.yaml")]
-        _finish(command, folder / "log", f"steps of {layers} layers")
+        with progress.task(f"measuring steps of {layers} layers"):
+            _finish(command, folder / "log", f"steps of {layers} layers")
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     took = {
         name: float(np.median([record.get(f"time/{name}_s") or 0.0 for record in records]))

@@ -47,10 +47,11 @@ def folders(paths: Sequence[str | Path]) -> list[Path]:
       UserError: there is no run at a path.
     """
     out: list[Path] = []
-    for path in map(folder_of, paths):
+    for given in map(Path, paths):
+        path = folder_of(given)
         inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
-        if not path.is_dir():
-            raise UserError(f"{path} is not a folder: name the folder of a run (run_dir), or one with runs in it.")
+        if not given.exists() or not path.is_dir():
+            raise UserError(f"{given} is not there: name the folder of a run (run_dir), or one with runs in it.")
         out += inside if inside and not (path / "metrics.jsonl").exists() else [path]
     return list(dict.fromkeys(folder.absolute() for folder in out))
 

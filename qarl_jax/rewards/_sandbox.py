@@ -11,7 +11,7 @@ Where bubblewrap works, both processes are in a jail (`jail.py`), which is the f
 
     system calls   a list (seccomp), with the arguments of open, clone, fcntl and ioctl; all else is refused with EPERM:
                    no file is written, no process started or signalled, no socket opened; threads are allowed
-    files          what Python reads by itself (Landlock): the interpreter and its packages
+    files          what Python reads by itself (Landlock): the interpreter and its packages, and numpy
     processes      nothing of any other is read (Landlock); no capabilities, no ptrace
     limits         CPU seconds, address space, open files, no core dump; prlimit is refused
     output         is read up to a limit, then the process is killed
@@ -19,6 +19,9 @@ Where bubblewrap works, both processes are in a jail (`jail.py`), which is the f
 
 import base64
 import ctypes
+import functools
+import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -101,15 +104,19 @@ def landlock_abi() -> int:
     return max(0, _libc().syscall(444, None, ctypes.c_long(0), 1)) if sys.platform == "linux" else 0
 
 
-def lock_down() -> None:
-    """Gives up everything but computing and reading what Python reads. Raises OSError where the kernel cannot do it."""
+def lock_down(packages: Sequence[str] = ()) -> None:
+    """Gives up everything but computing and reading what Python reads, and `packages`.
+
+    Raises:
+      OSError: the kernel cannot do it.
+    """
     if sys.platform != "linux":
         raise OSError(NEEDS)
     no_capabilities = (struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6))
     _checked(_libc().capset(*no_capabilities))
     _checked(_libc().prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
     if abi := landlock_abi():
-        _read_alone(readable([*sys.path, "/dev/null", "/dev/urandom"]), abi)
+        _read_alone(readable([*sys.path, *packages, "/dev/null", "/dev/urandom"]), abi)
     if not HAS_FILTER:
         raise OSError(NEEDS)
     code = ctypes.create_string_buffer(filter_program())
@@ -162,7 +169,8 @@ def child() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(20_000)
     _limit(task["memory_mb"], task["cpu_s"])
-    lock_down()
+    sys.meta_path.append(NumpyFinder(task["numpy"]))
+    lock_down([task["numpy"], f"{task['numpy']}.libs"] if task["numpy"] else [])
     site.setquit()  # exit() and quit(), which Python has without -S
     names: dict = {"__name__": "__main__" if "stdin" in task else "solution"}
     for text in task["beside"]:
@@ -198,6 +206,22 @@ def child() -> None:
             answer({"value": encode(function(*map(decode, call["args"])))})
         except BaseException as error:
             answer({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+class NumpyFinder:
+    """Imports the package `numpy` at a path, whose folder need not be read; "" is none."""
+
+    def __init__(self, package: str):
+        self.package = package
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "numpy" or not self.package:
+            return None
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each takes address space
+        file = os.path.join(self.package, "__init__.py")
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[self.package])
 
 
 MADE_BY = {"Counter", "defaultdict", "deque", "dict", "float", "frozenset", "list", "lru_cache", "namedtuple", "set"}
@@ -251,6 +275,8 @@ def encode(value: object, depth: int = 0) -> object:
     if kind is dict:
         pairs = value.items()  # type: ignore[attr-defined]
         return {"dict": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in pairs]}
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):  # a scalar or an array
+        return encode(value.tolist(), depth + 1)
     raise TypeError(f"not plain data: {kind.__name__}")
 
 
@@ -310,6 +336,7 @@ class Program:
         )
         cpu_s = max(1, round(deadline - time.monotonic()) + 1)
         task = {"program": program, "beside": list(beside), "memory_mb": memory_mb, "cpu_s": cpu_s, "tell": tell}
+        task["numpy"] = numpy()
         self._send(task if stdin is None else task | {"stdin": stdin})
 
     def call(self, name: str, args: list) -> object:
@@ -380,6 +407,13 @@ class Program:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+@functools.cache
+def numpy() -> str:
+    """The path of the package numpy; "" where this process cannot import it."""
+    spec = importlib.util.find_spec("numpy")
+    return "" if spec is None or spec.origin is None else os.path.dirname(spec.origin)
 
 
 class EndedError(FailedError, EOFError):

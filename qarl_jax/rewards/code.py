@@ -5,8 +5,9 @@
 The program is the last fenced block that defines the function asked for, else the last one labelled as Python, else the
 last without a label, else the last (`fences.py`). It may use what the other blocks define. A response without a block
 is the program, or continues the prompt's code. The program runs in a sandbox (`_sandbox.py`), apart from the process
-that runs the tests; it has Python's standard library and no package. The prompt's row has the tests, in one of three
-layouts:
+that runs the tests; it has Python's standard library and numpy. The prompt's row has the tests, in one of the layouts
+below. Under the last two a program may leave out the imports that the judges of these data sets supply (`SUPPLIED`),
+and the function may be a method of `class Solution`.
 
     HumanEval       columns prompt, entry_point and test, which defines check(candidate) (arXiv 2107.03374)
     LiveCodeBench   columns public_test_cases, private_test_cases, metadata (arXiv 2403.07974)
@@ -35,6 +36,10 @@ from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError
 
 MAX_CHARS = 50_000  # of a program
+# LiveCodeBench's judge begins a program with all names of these modules, and APPS' with a part of them and with numpy.
+# What Python has built in comes behind those that hide it, such as math's pow.
+_MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys"
+SUPPLIED = "".join(f"import {m}\nfrom {m} import *\n" for m in [*_MODULES.split(), "json", "builtins", "typing"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +167,8 @@ def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
     found, beside = program(text, function)
     if function and re.search(r"^class Solution\b", found, re.MULTILINE):
         function = f"Solution.{function}" if not re.search(rf"^def {re.escape(function)}\b", found, re.M) else function
+    supplied = SUPPLIED + "import numpy as np\n" * bool(re.search(r"\bnp\.", found))
+    beside = [supplied, *beside]
     return {"program": found, "beside": beside, "inputs": inputs, "outputs": outputs, "function": function}
 
 

@@ -9,6 +9,7 @@ with the response. What models write beside its rules is read as meant:
     a block that begins before another has ended    a fence is missing between the two
     a block that is indented as a whole             it is given without the indentation
     a block in one that is labelled Markdown        it counts as well
+    three quotes with a label, "'''python"          a fence, in a response that has no other
 
 Linear time on any text. Imports nothing of qarl_jax: the environment `python` reads this file by its path.
 """
@@ -22,6 +23,7 @@ from markdown_it import MarkdownIt
 MAX_CHARS = 100_000  # of a response, from its end
 PYTHON = ("python", "py", "python3", "py3")
 _FENCE = re.compile(r"(?P<margin>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})(?P<rest>.*)")
+_QUOTES = re.compile(r"([ \t]*)('''|\"\"\")(?:py|python)3?[ \t]*", re.IGNORECASE)
 _INVISIBLE = re.compile("^[\ufeff\u200b\u2060]+", re.MULTILINE)  # byte order marks, and spaces of no width
 _STOP = re.compile(r"\s*(?:<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_turn>)$")
 
@@ -29,7 +31,7 @@ _STOP = re.compile(r"\s*(?:<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_
 def blocks(text: str) -> list[tuple[str, str]]:
     """(language in lower case, content) of each block, in order. Example: blocks("~~~Py\\nx") = [("py", "x\\n")]."""
     found = []
-    for token in _parser().parse(_fences_apart(without_stop_tokens(text[-MAX_CHARS:]))):
+    for token in _parser().parse(_fences_apart(_quotes_as_fences(without_stop_tokens(text[-MAX_CHARS:])))):
         if token.type == "fence":
             language = re.search(r"\w+", token.info)
             label = language[0].lower() if language else ""
@@ -45,6 +47,22 @@ def without_stop_tokens(text: str) -> str:
     while stop := _STOP.search(text, max(0, len(text) - 64)):
         text = text[: stop.start()]
     return text
+
+
+def _quotes_as_fences(text: str) -> str:
+    """Turns lines "'''python" and the last "'''" before the next of them into fences, where a text has no fence."""
+    if "```" in text or "~~~" in text:
+        return text
+    lines = text.split("\n")
+    end = len(lines)  # of the block that begins at the next match
+    for number in range(end - 1, -1, -1):
+        if match := _QUOTES.fullmatch(lines[number]):
+            margin, quotes = match.groups()
+            close = next((n for n in range(end - 1, number, -1) if lines[n].rstrip() == margin + quotes), -1)
+            if close > 0:
+                lines[close] = margin + "```"
+            lines[number], end = f"{margin}```python", number
+    return "\n".join(lines)
 
 
 def _fences_apart(text: str) -> str:

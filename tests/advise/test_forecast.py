@@ -102,6 +102,16 @@ def test_only_what_the_learner_scores_before_the_updates_is_forecast_as_scoring(
     assert {**passed.seconds, "old_logprobs": 0} == {**found["w8a8"].seconds, "old_logprobs": 0}
 
 
+@pytest.mark.parametrize(("model", "waits_for"), [("Qwen3-30B-A3B", "memory"), ("Qwen3-14B", "products")])
+def test_muon_waits_for_memory_where_its_matrices_are_as_small_as_an_experts(model, waits_for):
+    args = advise.build_parser().parse_args(["--model", model, "--device", "h200", "--gpus", "4"])
+    with published.folder(model) as folder:
+        terms = counts.of_step(advise.run_of(args, folder), MACHINES["h200"])["update"]
+    memory = terms["stream_iterates"] * forecast.RATES["stream_iterates"]
+    products = terms["orthogonalize"] * forecast.RATES["orthogonalize"]
+    assert ("memory" if memory > products else "products") == waits_for
+
+
 def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     assert advise.main(["--model", "Qwen3-1.7B", "--device", "h100"]) == 0
     said = capsys.readouterr().out
@@ -138,12 +148,49 @@ def test_rates_errors_and_page_are_those_of_the_records():
     rows = records.all_rows()
     assert records.rounded(records.fit(rows)) == forecast.RATES
     assert records.errors_by_kind(rows) == forecast.ERRORS
+    assert max(forecast.ERRORS.values()) <= 0.15
     text = records.PAGE.read_text()
     assert records.page(text, rows) == text
     whole = [row for row in rows if row.step and row.is_fitted]
     found = records.errors(whole, records.left_out(rows))
     assert len(whole) > 30
     assert np.mean(found) < 0.15
+
+
+@pytest.mark.slow
+def test_a_layers_products_are_timed_under_a_scheme_as_the_learner_has_them(tmp_path):
+    args = advise.build_parser().parse_args(["--model", str(tiny.model_folder(tmp_path)), "--device", "cpu", *SMALL])
+    layers = {}
+    for scheme in ("bf16", "w8a8"):
+        cfg = config.replaced(advise.run_of(args, str(tmp_path)), {"quant.forward": scheme})
+        layers[scheme] = layer = measure.layer_of(cfg, 8)
+        assert min(layer.token, layer.forward, layer.both) > 0
+    assert layers["bf16"].quantize == 0 < layers["w8a8"].quantize
+    terms = counts.of_step(cfg, MACHINES["h200"])
+    found = measure.products(cfg, terms, measure.Layer(token=1.0, forward=10.0, both=100.0, quantize=1000.0))
+    model, updates = published_layers(tmp_path), cfg.train.updates_per_step
+    assert found["rollout"] == 64 * model  # 64 tokens of a response
+    passes = terms["update"]["micro_batch"]
+    assert found["update"] == pytest.approx(passes * (100.0 + 10.0) + updates * model * 1000.0)  # all is made again
+
+
+def published_layers(folder):
+    return json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+
+
+@pytest.mark.nightly
+def test_steps_of_schemes_that_were_not_run_are_those_of_the_one_that_was_and_their_products(tmp_path):
+    folder = tiny.model_folder(tmp_path / "model")
+    args = advise.build_parser().parse_args(["--model", str(folder), "--device", "cpu", *SMALL])
+    cfg, machine = advise.run_of(args, str(folder)), MACHINES["h200"]
+    found = measure.corrected(forecast.of_schemes(cfg, machine), "bf16", machine)
+    assert [name for name, one in found.items() if one.measured] == [
+        "bf16",
+        "w8a8",
+        "fp8",
+    ]  # 128 do not divide its width
+    run = measure.whole_step(config.replaced(cfg, {"quant.forward": "w8a8"}))
+    assert found["w8a8"].step == pytest.approx(sum(run.values()), rel=0.5)
 
 
 @pytest.mark.nightly

@@ -2,8 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor-parallel engine: what a shard holds of a version, and what is refused. The live one: tests/verify."""
 
+import os
+import subprocess
+
 import numpy as np
 import pytest
+from qarl_bridge.engine import shard_memory
 from qarl_bridge.engine.shard import Shard
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -56,3 +60,14 @@ def test_what_is_not_mirrored_is_refused(config, options, on_gpu, said):
 def test_more_than_two_shards_are_refused_in_the_config():
     with pytest.raises(UserError, match="tensor_parallel_size must be 1 or 2, got 4"):
         Config(tensor_parallel_size=4)
+
+
+def test_files_of_a_killed_engine_are_removed_and_those_of_a_live_one_stay(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = [f"qarl-shards-{pid}-tp:0-[0-1]-cpushm_{rank}" for pid in (gone.pid, os.getpid()) for rank in range(2)]
+    for name in [*names, "-tp:0-[0-1]-cpushm_0", "psm_0"]:
+        (tmp_path / name).write_bytes(b"")
+    assert sorted(shard_memory.remove_stale(tmp_path)) == sorted(names[:2])
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[2:], "-tp:0-[0-1]-cpushm_0", "psm_0"])
+    assert shard_memory.remove_stale(tmp_path / "none") == []

@@ -116,8 +116,10 @@ def test_a_folder_of_runs_stands_for_its_runs(tmp_path):
     (tmp_path / "new").mkdir()
     found = live.folders([tmp_path / "runs", tmp_path / "new", tmp_path / "runs" / "a" / "metrics.jsonl"])
     assert [folder.name for folder in found] == ["a", "b", "new"]
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="is not there"):
         live.folders([tmp_path / "nothing" / "here"])
+    with pytest.raises(UserError, match=r"a_typo is not there: name the folder of a run"):
+        live.folders([tmp_path / "a_typo"])
 
 
 def test_a_port_that_is_taken_and_a_strange_host_are_one_sentence(tmp_path, serve):

@@ -218,6 +218,39 @@ def test_livecodebench_tests_are_read_and_pickles_of_anything_else_are_not(rewar
         score(reward, RIGHT, meta | {"private_test_cases": evil})
 
 
+LEFT_OUT = """class Solution:
+    def best(self, words: List[str]) -> Optional[int]:
+        seen = defaultdict(int)
+        for word in words:
+            seen[word] += 1
+        return max(accumulate(sorted(seen.values()), add), default=inf) + pow(2, 3, 5) + abs(floor(-0.5))
+"""
+
+
+@pytest.mark.parametrize("layout", ["livecodebench", "apps"])
+def test_a_solution_may_leave_out_the_imports_that_the_judges_of_its_data_set_supply(reward, layout):
+    cases = [{"input": '["a", "b", "a"]', "output": "7", "testtype": "functional"}]
+    meta = {"public_test_cases": json.dumps(cases), "metadata": '{"func_name": "best"}'}
+    if layout == "apps":
+        meta = {"input_output": json.dumps({"fn_name": "best", "inputs": [[["a", "b", "a"]]], "outputs": [[7]]})}
+    assert score(reward, f"```python\n{LEFT_OUT}```", meta) == 1.0
+    assert score(reward, f"```python\n{LEFT_OUT.replace('defaultdict', 'unknown')}```", meta) == 0.0
+    reading = {"input_output": json.dumps({"inputs": ["3 4\n"], "outputs": ["4"]})}
+    assert score(reward, "```python\nprint(max(map(int, stdin.readline().split())))\n```", reading) == 1.0
+
+
+def test_a_program_has_numpy_and_no_other_package(reward):
+    text = (
+        "```python\nimport numpy as np\ndef double(x):\n    return 2 * x if np.linalg.det(np.eye(2)) == 1 else x\n```"
+    )
+    assert score(reward, text) == 1.0
+    meta = {"input_output": json.dumps({"fn_name": "total", "inputs": [[[1, 2]]], "outputs": [[[3, [1, 2]]]]})}
+    total = "```python\ndef total(x):\n    return np.sum(x), np.array(x)\n```"
+    assert score(reward, total, meta) == 1.0
+    for package in ("scipy", "jax", "qarl_jax"):
+        assert score(reward, text.replace("import numpy as np", f"import {package}, numpy as np")) == 0.0
+
+
 def test_a_program_may_start_threads(reward):
     body = "with ThreadPoolExecutor(2) as pool:\n        return sum(pool.map(lambda y: y, (x, x)))"
     text = f"```python\nfrom concurrent.futures import ThreadPoolExecutor\ndef f(x):\n    {body}\n```"

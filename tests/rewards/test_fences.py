@@ -41,6 +41,13 @@ def indented(text, by):
         (f"So: ```python\n{BODY}```", [("python", BODY)]),
         (f"```\na\n```\nthen\n```python\n{BODY}```", [("", "a\n"), ("python", BODY)]),
         (f"```python\r\n{BODY}```\r\n", [("python", BODY)]),
+        # Three quotes for a fence, where there is no other.
+        (f"So:\n'''python\n{BODY}'''\nIt is x.", [("python", BODY)]),
+        (f'"""py\n{BODY}"""', [("python", BODY)]),
+        (f"'''Python3\n{BODY}", [("python", BODY)]),
+        (f"'''python\n'''\nA text.\n'''\n{BODY}'''", [("python", f"'''\nA text.\n'''\n{BODY}")]),
+        (f"'''python\nx\n'''\nthen\n'''python\n{BODY}'''", [("python", "x\n"), ("python", BODY)]),
+        (f"```python\n'''python\n{BODY}'''\n```", [("python", f"'''python\n{BODY}'''\n")]),
         # What stands beside a fence, or where one is missing.
         (f"```python\n{BODY}```<|im_end|>", [("python", BODY)]),
         (f"```python\n{BODY}```</s>\n", [("python", BODY)]),

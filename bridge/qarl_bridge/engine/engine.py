@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from qarl_bridge.engine import versions
+from qarl_bridge.engine import shard_memory, versions
 from qarl_bridge.engine.cpu import build
 from qarl_bridge.engine.machine import Cpu, Cuda, Machine
 from qarl_bridge.engine.routing_recorder import Recorder
@@ -131,6 +131,8 @@ class VllmEngine:
             options, path=path, has_weights=has_weights, on_gpu=on_gpu, adapters=shapes
         )
         departures = self._machine.replace(config, options)
+        if not shard.is_whole:
+            shard_memory.keep_apart(shard.owner)
         self._engine = _started(arguments | shard.arguments(), path)
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model

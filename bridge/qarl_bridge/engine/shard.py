@@ -26,10 +26,11 @@ _VOCABULARY_UNIT = 64  # vLLM fills a vocabulary up to a multiple of it before i
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Shard `rank` of an engine of `size`; the default is a whole engine."""
+    """Shard `rank` of an engine of `size`, whose first shard is the process `owner`; the default is a whole engine."""
 
     rank: int = 0
     size: int = 1
+    owner: int = 0
 
     @property
     def is_whole(self) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from qarl_bridge.engine import shard_memory
 from qarl_bridge.engine.engine import VllmEngine
 from qarl_bridge.engine.shard import Shard
 from qarl_bridge.protocol import messages
@@ -44,6 +45,7 @@ class ShardedEngine:
         has_weights: bool,
         options: messages.EngineOptions,
     ):
+        shard_memory.remove_stale()
         with socket.create_server(("127.0.0.1", 0)) as holder:
             port = holder.getsockname()[1]
         context = multiprocessing.get_context("spawn")
@@ -52,13 +54,22 @@ class ShardedEngine:
         self._children = []
         for rank in range(1, size):
             pipe, theirs = context.Pipe()
-            arguments = theirs, port, Shard(rank, size), path, dict(config), dict(expected), has_weights, options
+            arguments = (
+                theirs,
+                port,
+                Shard(rank, size, os.getpid()),
+                path,
+                dict(config),
+                dict(expected),
+                has_weights,
+                options,
+            )
             child = context.Process(target=_follow, args=arguments, daemon=True)
             child.start()
             theirs.close()
             self._pipes.append(pipe)
             self._children.append(child)
-        first = Shard(0, size)
+        first = Shard(0, size, os.getpid())
         try:
             os.environ |= first.environment(port)
             self._own = VllmEngine(path, config, expected, has_weights=has_weights, options=options, shard=first)
