@@ -311,6 +311,16 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
     experts.check_groups(config | {"quantization_config": section_of(rules | {"a.v_proj": "w4a16"})})
 
 
+def test_experts_with_zero_points_are_refused_before_vllm_starts():
+    rules = {"model.layers.0.mlp.experts.0.up_proj": "w2a16_asym", "a.o_proj": "w4a16"}
+    config = {"num_experts": 8, "quantization_config": section_of(rules)}
+    with pytest.raises(BridgeError, match="experts with zero points have no layer in vLLM: give them w4a16 or bf16"):
+        experts.check_format(config)
+    experts.check_format(config | {"num_experts": 0})
+    rules = {"model.layers.0.mlp.experts.0.up_proj": "w4a16", "a.o_proj": "w2a16_asym", "b.o_proj": "w2a16_asym"}
+    experts.check_format(config | {"quantization_config": section_of(rules)})
+
+
 def test_parts_of_a_version_are_read_back_as_the_whole_is():
     modules, tensors = fused("int8")
     modules |= {f"{LAYER}.routed_experts": Experts(bank())}
