@@ -107,6 +107,8 @@ class Cuda:
         readback_experts.check_groups(config, batch_invariant=self._invariant)
         if not self._invariant:
             self.note = ""
+            if any(group["format"] in formats.ASYMMETRIC for group in groups):
+                raise BridgeError("vLLM has no layer for weights with zero points: drop arithmetic=vllm", "setup")
             return ["vLLM's own kernels (rollout.engine.arithmetic=vllm)"]
         from qarl_bridge.engine.cuda import install
 

@@ -141,6 +141,7 @@ class Config(Scheme):
     """
 
     bits: ClassVar[int]
+    decoded: ClassVar[bool] = True
     activation_bits: ClassVar[int] = 0
     slices: ClassVar[str] = ""
     group_size: int = 32
