@@ -152,7 +152,7 @@ def equal(kind: Any, layer: torch.nn.Module, k: int, rows: int) -> bool:
 
 
 def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each product of the first scheme alone: as it is, and the fastest of all tiles."""
+    """Each product of the first scheme alone: as it is, with inputs in other parts, and the fastest of all tiles."""
     name, _, suffix = args.schemes[0].partition(":g")
     for layer, (n, k) in layers_of(args.shapes).items():
         made = [layer_of(int(name[1]), int(suffix or 32), n, k, "cuda") for _ in range(args.layers)]
@@ -164,15 +164,18 @@ def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             choices = itertools.product(heights, (64, 128), (128, 256), (4, 8), (3, 5, 7))
             found = [(us, tile) for tile in choices if (us := timed(words, x, tile)) is not None]
             row = {"layer": layer, "n": n, "k": k, "rows": rows, "splits": split_k.splits_of(n, k)}
-            yield row | {"us": timed(words, x, None), "best": sorted(found)[:5]}
+            parts = {str(splits): timed(words, x, None, splits) for splits in (1, 2, 4, 8)}
+            yield row | {"us": timed(words, x, None), "by_splits": parts, "best": sorted(found)[:5]}
 
 
-def timed(words: Sequence[Any], x: torch.Tensor, tile: tuple[int, int, int, int, int] | None) -> float | None:
+def timed(
+    words: Sequence[Any], x: torch.Tensor, tile: tuple[int, int, int, int, int] | None, splits: int | None = None
+) -> float | None:
     """Microseconds of one product; None: a tile without room."""
     from qarl_bridge.engine.cuda import ops
 
     try:
-        us = microseconds(lambda: [ops.product(x, one, tile=tile) for one in words], "cuda", 5)
+        us = microseconds(lambda: [ops.product(x, one, tile=tile, splits=splits) for one in words], "cuda", 5)
     except Exception:  # Triton's, of shared memory or registers
         torch.cuda.synchronize()
         return None

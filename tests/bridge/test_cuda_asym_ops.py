@@ -84,7 +84,7 @@ def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
 
         kernel = ops._product
         for bits, group, (bm, bn, bk, warps, stages) in (
-            (2, 32, (16, 64, 256, 4, 5)), (2, 128, (256, 128, 128, 8, 3)), (3, 64, (16, 64, 256, 4, 5)),
+            (2, 32, (16, 64, 256, 4, 5)), (2, 128, (128, 128, 128, 8, 3)), (3, 64, (16, 64, 256, 4, 5)),
             (4, 16, (32, 64, 256, 4, 4)), (8, 32, (16, 64, 128, 4, 5)),
         ):
             blocks, groups = bk // 128, max(1, 128 // group)
