@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 from qarl_bridge.engine import fast_load, versions  # noqa: E402
+from qarl_bridge.engine.machine import Cuda  # noqa: E402
 from qarl_bridge.engine.readback import experts, linear  # noqa: E402
 from qarl_bridge.engine.readback import formulas as readback_formulas  # noqa: E402
 from qarl_bridge.protocol import formats, messages  # noqa: E402
@@ -318,7 +319,12 @@ def test_experts_with_zero_points_are_refused_before_vllm_starts():
         experts.check_format(config)
     experts.check_format(config | {"num_experts": 0})
     rules = {"model.layers.0.mlp.experts.0.up_proj": "w4a16", "a.o_proj": "w2a16_asym", "b.o_proj": "w2a16_asym"}
-    experts.check_format(config | {"quantization_config": section_of(rules)})
+    dense = config | {"quantization_config": section_of(rules)}
+    experts.check_format(dense)
+    gpu, theirs = Cuda.__new__(Cuda), messages.EngineOptions(arithmetic="vllm")
+    with pytest.raises(BridgeError, match="vLLM has no layer for weights with zero points: drop arithmetic=vllm"):
+        gpu.replace(dense, theirs)
+    assert gpu.replace(dense | {"quantization_config": None}, theirs)
 
 
 def test_parts_of_a_version_are_read_back_as_the_whole_is():
