@@ -198,6 +198,17 @@ def test_a_bridge_killed_while_it_samples_is_replaced_and_the_run_goes_on(run):
     assert not alive(run.killed)
 
 
+@pytest.mark.nightly
+def test_a_run_at_two_bits_trains_the_policy_that_vllm_samples(tmp_path, monkeypatch):
+    made = Run(tmp_path, "w2a16_asym:g32")
+    made.train(monkeypatch)
+    assert made.facts.kernels["model.layers.0.mlp.down_proj"] == "Float64AsymmetricLinear"
+    for line in made.world.records():
+        assert (line["mismatch/exact"], line["proximal/exact"], line["mismatch/k3"]) == (1, 1, 0)
+        assert 0 < line["quant/code_flips"] < 1
+        assert np.isfinite(line["loss/total"])
+
+
 def test_no_bridge_outlives_the_run(run):
     assert run.pids
     for pid in run.pids:

@@ -48,6 +48,7 @@ from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.runtime.mesh import batch_sharding, launching, param_shardings
 from qarl_jax.types import LossInputs, TrainBatch, UserError
 
+_BESIDE = ("loss/total", "entropy/mean", "mismatch/k3")  # metrics that a learner beside another one adds
 EXACT = "proximal/exact"
 """The key of the share of an update's tokens whose log-prob in its forward is the old one, to the bit."""
 
@@ -106,6 +107,7 @@ class Options:
       kl: that term, from `loss.get_term`.
       diagnostics: count error tokens, and log-ratios per bin by the sign of the advantage.
       token_logprobs: return the log-probs a gradient was taken at, as `token_trace.LOGPROBS` among the metrics.
+      share: factor of the loss, of a learner whose gradient is one of several that are added up.
     """
 
     temperature: float = 1.0
@@ -119,6 +121,7 @@ class Options:
     kl: Loss | None = None
     diagnostics: bool = False
     token_logprobs: bool = False
+    share: float = 1.0
 
 
 def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -136,6 +139,7 @@ class Learner:
       options: static settings of the step.
       schedule: learning rate as a function of the update count, for the metrics.
       trainable: which leaves learn.
+      beside: by name, learners of the same masters under other schemes, whose gradients are added to its own.
 
     Attributes:
       frozen: entries of `qweights` of the other leaves, since `init`.
@@ -154,7 +158,10 @@ class Learner:
         options: Options = Options(),
         schedule: Callable[[Any], Any] | None = None,
         trainable: Trainable = ALL,
+        beside: Mapping[str, Learner] | None = None,
     ):
+        assert not beside or not options.one_program
+        self.beside = dict(beside or {})
         self.graphdef, self.config = graphdef, models.config_of(graphdef)
         self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
         self.mesh, self.schedule, self.trainable = mesh, schedule, trainable
@@ -435,7 +442,7 @@ class Learner:
                 metrics |= {f"hist/{key}": Counts(n) for key, n in diagnostics.histograms(inputs).items()}
             if self.options.token_logprobs:
                 metrics[token_trace.LOGPROBS] = Rows((jax.lax.stop_gradient(logprobs),))
-            return total, metrics
+            return total if self.options.share == 1 else self.options.share * total, metrics
 
         if self.config.compute_dtype == self.grad_dtype:
             # A gradient has the dtype of what is differentiated. Every master is rounded to the compute dtype before it
@@ -479,6 +486,23 @@ class Learner:
         return processes.put(np.float32(num_tokens), self.replicated), processes.put(
             np.float32(num_sequences), self.replicated
         )
+
+    def _added(
+        self,
+        grads: Any,
+        params: Any,
+        qweights: Any,
+        micros: Sequence[TrainBatch],
+        old_logprobs: Sequence[jax.Array | None],
+        ref_logprobs: Sequence[jax.Array | None],
+        counts: tuple[float, float],
+    ) -> tuple[Any, dict[str, Metric]]:
+        """`accumulate_grads` of all micro-batches of a mini-batch; counts: its tokens and responses."""
+        total: dict[str, Metric] = {}
+        for micro, old, ref in zip(micros, old_logprobs, ref_logprobs, strict=True):
+            grads, measured = self.accumulate_grads(grads, params, qweights, micro, old, *counts, ref)
+            total = merge(total, measured)
+        return grads, total
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
@@ -526,6 +550,7 @@ class Learner:
         ref_logprobs: Sequence[jax.Array | None] | None = None,
         *,
         guarded: bool = False,
+        beside: Mapping[str, Sequence[jax.Array | None]] | None = None,
     ) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update from all micro-batches of its mini-batch; `state` is donated.
 
@@ -536,6 +561,7 @@ class Learner:
           num_tokens, num_sequences: response tokens and non-empty responses in all of them.
           guarded: discard the update, and leave the state as it is, unless every token of its forward has its
             old log-prob, to the bit.
+          beside: `old_logprobs` of the learners beside this one, by name; None: theirs are the current policy's.
 
         Returns:
           The new state, and the metrics of loss and optimizer; of a discarded update perhaps the loss's alone.
@@ -548,12 +574,17 @@ class Learner:
                     return self._update(state, processes.put(np.bool_(guarded), self.replicated), *rest)
                 grads, total = self._grads(state.params, *rest)
         else:
-            grads, total = self.zero_grads(state), dict[str, Metric]()
-            for micro, old, ref in zip(micros, old_logprobs, refs, strict=True):
-                grads, measured = self.accumulate_grads(
-                    grads, state.params, qweights, micro, old, num_tokens, num_sequences, ref
-                )
-                total = merge(total, measured)
+            counts = num_tokens, num_sequences
+            grads, total = self._added(
+                self.zero_grads(state), state.params, qweights, micros, old_logprobs, refs, counts
+            )
+            if guarded and not is_exact(total):
+                return state, total
+            for name, other in self.beside.items():
+                old, nothing = (beside or {}).get(name, [None] * len(micros)), [None] * len(micros)
+                theirs = other.quantize(state.params)
+                grads, found = other._added(grads, state.params, theirs, micros, old, nothing, counts)
+                total |= {f"{name}/{key}": metric for key, metric in found.items() if key in _BESIDE}
         if guarded and not is_exact(total):
             return state, total
         state, applied = self.apply_update(state, grads)

@@ -97,16 +97,26 @@ class Publisher:
         if sigma:
             self._hand_over(state, self._quantized(state), version, sigma)
 
+    @contextlib.contextmanager
+    def at_width(self, state: TrainState, version: int, bits: int) -> Iterator[None]:
+        """Serves another width of `state` meanwhile, without noise; arguments as of `without_noise`."""
+        graphdef = models.at_width(self.graphdef, bits)
+        self._hand_over(state, self.learner.quantizer(graphdef)(state.params), version, 0.0, graphdef)
+        yield
+        self._hand_over(state, self._quantized(state), version, self._sigma(version))
+
     def _sigma(self, version: int) -> float:
         return 0.0 if self._noise is None else self._noise.sigma(version, self._steps)
 
     def _quantized(self, state: TrainState) -> Any:
         return self.qweights(state) if self._quantize is None else self._quantize(state.params)
 
-    def _hand_over(self, state: TrainState, qweights: Any, version: int, sigma: float) -> dict[str, float]:
+    def _hand_over(
+        self, state: TrainState, qweights: Any, version: int, sigma: float, graphdef: Any = None
+    ) -> dict[str, float]:
         params, qtensors = joined(state.params, qweights)
         fixed = frozenset(models.by_path(self.learner.frozen))
-        weights = PolicyWeights(graphdef=self.graphdef, params=params, qweights=qtensors, fixed=fixed)
+        weights = PolicyWeights(graphdef=graphdef or self.graphdef, params=params, qweights=qtensors, fixed=fixed)
         if self._noise is not None:
             weights = self._explore(self._noise, weights, version, sigma)
         with progress.task("publishing"):

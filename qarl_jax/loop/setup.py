@@ -195,21 +195,36 @@ class Run:
         return result.metrics
 
     def _measured(self, version: int) -> evaluation.Evaluation:
-        cfg = self.cfg
+        """The version's evaluation; metrics of the slices in `eval.widths`, served after it, begin with eval_w8/..."""
         with self.publisher.without_noise(self.state, version):
-            return evaluation.evaluate(
-                self.engine,
-                self._held_out,
-                self.grader,
-                self.tokenizer,
-                sampling=build.eval_sampling(cfg, self._stop),
-                num_samples=cfg.eval.num_samples,
-                key=build.seed_of(cfg.seed, 0, "eval"),
-            )
+            result = self._sampled()
+        metrics = dict(result.metrics)
+        for bits in self.cfg.other_widths["eval"]:
+            with self.publisher.at_width(self.state, version, bits):
+                found = self._sampled().metrics
+            metrics |= {f"eval_w{bits}/{name.removeprefix('eval/')}": value for name, value in found.items()}
+        return dataclasses.replace(result, metrics=metrics)
+
+    def _sampled(self) -> evaluation.Evaluation:
+        """The evaluation of what is being served."""
+        cfg = self.cfg
+        return evaluation.evaluate(
+            self.engine,
+            self._held_out,
+            self.grader,
+            self.tokenizer,
+            sampling=build.eval_sampling(cfg, self._stop),
+            num_samples=cfg.eval.num_samples,
+            key=build.seed_of(cfg.seed, 0, "eval"),
+        )
 
     def _tell(self, version: int, result: evaluation.Evaluation) -> None:
         when = f"of version {version}" if version else "before training"
         self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result.metrics)}")
+        for bits in self.cfg.other_widths["eval"]:
+            start = f"eval_w{bits}/"
+            own = {f"eval/{k.removeprefix(start)}": x for k, x in result.metrics.items() if k.startswith(start)}
+            self.observer.say(f"held-out reward {when}, at {bits} bits: {terminal.held_out_score(own)}")
 
     def save(self, step: int) -> None:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""

@@ -95,6 +95,7 @@ class MiniBatch:
       packed: its rows, on the host. groups: that they were packed from.
       micros: the same on the devices, micro-batch by micro-batch.
       old: per micro-batch the proximal policy's log-probs, or None where that policy is the current one.
+      beside: the same of the learners beside the run's (`train.widths`), by name; empty: it is the current one.
       scored: the proximal policy's log-probs once they are known, however they came; empty: they are not kept.
       reference: the reference policy's, where the run has a KL term.
       targets: the critic's, where the run has one.
@@ -106,6 +107,7 @@ class MiniBatch:
     old: list[Any]
     reference: list[Any] | None = None
     targets: list[Targets] = dataclasses.field(default_factory=list)
+    beside: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     scored: Sequence[Any] = ()
 
 
@@ -292,7 +294,11 @@ class Updates:
                 for batch in batches:
                     if any(old is None for old in batch.old):
                         self._score_old(state, batch)
-                jax.block_until_ready([batch.old for batch in batches])
+                for name, other in self._learner.beside.items():
+                    qweights = other.quantize(state.params)
+                    for batch in batches:
+                        batch.beside[name] = [other.score(state.params, qweights, m)[0] for m in batch.micros]
+                jax.block_until_ready([(batch.old, batch.beside) for batch in batches])
         if self._reference is not None:
             with self._timer("ref_logprobs"):
                 for batch in batches:
@@ -367,7 +373,14 @@ class Updates:
             qweights = self._publisher.qweights(state)
             counts = batch.packed.num_tokens, batch.packed.num_sequences
             state, inner = self._learner.update(
-                state, qweights, batch.micros, batch.old, *counts, batch.reference, guarded=guarded
+                state,
+                qweights,
+                batch.micros,
+                batch.old,
+                *counts,
+                batch.reference,
+                guarded=guarded,
+                beside=batch.beside,
             )
             logprobs = inner.pop(LOGPROBS, None)
             if guarded and not is_exact(inner):

@@ -327,7 +327,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         "chunk": cfg.train.logprob_chunk,
         "grad_dtype": cfg.train.grad_dtype_or_float32,
         "max_segments": cfg.train.max_segments,
-        "one_program": cfg.micro_batches_per_update[1] == 1,
+        "one_program": cfg.one_program,
         "offload": cfg.optimizer.offload is True,
         "mesh": mesh,
     }

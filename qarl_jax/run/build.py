@@ -154,28 +154,32 @@ def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
 
 
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
-    """The learner with the run's objective and optimizer."""
-    return Learner(
-        graphdef,
+    """The learner with the run's objective and optimizer; under `train.widths` with those of the other widths."""
+    options = Options(
+        temperature=cfg.rollout.temperature,
+        logprob_chunk=cfg.train.logprob_chunk,
+        grad_dtype=cfg.train.grad_dtype_or_float32,
+        one_program=cfg.one_program,
+        offload=cfg.optimizer.offload is True,
+        max_segments=cfg.train.max_segments,
+        entropy_coef=cfg.train.entropy_coef,
+        kl_coef=cfg.kl.coef,
+        kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
+        diagnostics=True,
+        token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
+        share=1 / max(1, len(cfg.train.widths)),
+    )
+    make = functools.partial(
+        Learner,
         loss_fn=loss_from_config(cfg.loss, max_response_len=cfg.rollout.max_response_len),
         optimizer=leafwise.Optimizer(cfg.optimizer, cfg.policy_updates),
         schedule=build.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.policy_updates),
         mesh=mesh,
         trainable=cfg.trainable,
-        options=Options(
-            temperature=cfg.rollout.temperature,
-            logprob_chunk=cfg.train.logprob_chunk,
-            grad_dtype=cfg.train.grad_dtype_or_float32,
-            one_program=cfg.micro_batches_per_update[1] == 1,
-            offload=cfg.optimizer.offload is True,
-            max_segments=cfg.train.max_segments,
-            entropy_coef=cfg.train.entropy_coef,
-            kl_coef=cfg.kl.coef,
-            kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
-            diagnostics=True,
-            token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
-        ),
     )
+    theirs = dataclasses.replace(options, kl_coef=0.0, diagnostics=False, token_logprobs=False)
+    beside = {f"w{bits}": make(models.at_width(graphdef, bits), options=theirs) for bits in cfg.other_widths["train"]}
+    return make(graphdef, options=options, beside=beside)
 
 
 def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfig:

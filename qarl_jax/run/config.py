@@ -134,6 +134,9 @@ class TrainConfig:
         sampler in any run. What the sampler reported is checked, and a token that differs brings the pass back (see
         `loop/proximal.py`).
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
+      widths: of the 8-bit grid that `quant.forward` is a slice of, its own among them ([8, 4, 2]): the loss is the mean
+        over these slices of one policy. Each has a proximal policy of its own; samples, the KL term and diagnostics are
+        those of `quant.forward`. Empty: its own alone.
       asynchronous: sampling goes on while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
       compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
@@ -151,6 +154,7 @@ class TrainConfig:
     entropy_coef: float = 0.0
     proximal: Literal["learner", "sampler", "auto"] = "auto"
     mask_truncated: bool = False
+    widths: tuple[int, ...] = ()
     asynchronous: AsynchronousConfig = dataclasses.field(default_factory=AsynchronousConfig)
     profile_steps: tuple[int, ...] = ()
     compile_cache: str = "auto"
@@ -207,6 +211,8 @@ class EvalConfig:
       max_response_len: 0: rollout.max_response_len.
       data: other data to evaluate on, all of it; null: the held-out split of `data`.
       hint: help beside the questions that are evaluated on, whatever `data.hint` is (`evaluate --view`); null: none.
+      widths: of the 8-bit grid that `quant.forward` is a slice of ([8, 4, 2]): each is evaluated, too, by the embedded
+        sampler. Metrics of another width than the run's begin with eval_w8, eval_w4 or eval_w2.
     """
 
     every: int = 0
@@ -219,6 +225,7 @@ class EvalConfig:
     max_response_len: int = 0
     data: DataConfig | None = None
     hint: Hint | None = None
+    widths: tuple[int, ...] = ()
 
     def words(self, prompts: int | None = None) -> str:
         """Words how much is evaluated, and when. prompts: as many as there are; None: not known."""
@@ -289,6 +296,7 @@ class RunConfig:
                 "optimizer.master_rounding=stochastic is for bfloat16 masters: set model.param_dtype=bfloat16, or leave"
                 " master_rounding out."
             )
+        self._check_widths()
         self._check_critic()
         self._check_reference()
         if self.lora is not None:
@@ -395,6 +403,38 @@ class RunConfig:
                     " quant.forward, or another reference."
                 )
 
+    @property
+    def other_widths(self) -> dict[str, tuple[int, ...]]:
+        """`train.widths` and `eval.widths`, by section, without that of `quant.forward`."""
+        own = getattr(quant.parse_scheme(self.quant.forward, self.quant.group_size), "bits", 0)
+        asked = {"train": self.train.widths, "eval": self.eval.widths}
+        return {section: tuple(bits for bits in widths if bits != own) for section, widths in asked.items()}
+
+    def _check_widths(self) -> None:
+        asked, own = (
+            (*self.train.widths, *self.eval.widths),
+            quant.parse_scheme(self.quant.forward, self.quant.group_size),
+        )
+        if not asked:
+            return
+        if own is None:
+            raise UserError("train.widths and eval.widths are of a low-bit policy: set quant.forward=w2a16_midpoint.")
+        for bits in asked:
+            quant.at_width(own, bits)
+        if self.train.widths and self.other_widths["train"] == self.train.widths:
+            raise UserError(f"train.widths={list(self.train.widths)} leaves out that of quant.forward={own}: add it.")
+        if len(set(self.train.widths)) < len(self.train.widths) or len(set(self.eval.widths)) < len(self.eval.widths):
+            raise UserError("a width is named twice in train.widths or eval.widths: name it once.")
+        if self.lora is not None or self.quant.rollout_scheme != self.quant.forward:
+            raise UserError(
+                "train.widths and eval.widths take neither lora nor another quant.rollout: leave those out."
+            )
+        if self.eval.widths and isinstance(self.rollout.engine, VllmConfig):
+            raise UserError(
+                "eval.widths publishes one policy under several schemes, and a vLLM serves the one it was started with:"
+                " sample with rollout.engine.name=jax, or leave eval.widths out and `export --bits` a checkpoint."
+            )
+
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name
         if wanted and self.critic is None:
@@ -468,6 +508,11 @@ class RunConfig:
         responses = self.train.mini_batch_prompts * self.rollout.num_samples_per_prompt
         most = -(-responses // self.train.micro_batch_rows)
         return -(-responses // (self.train.micro_batch_rows * self.train.max_segments)), most
+
+    @property
+    def one_program(self) -> bool:
+        """Whether gradient and optimizer of every update are one compiled program."""
+        return self.micro_batches_per_update[1] == 1 and not self.train.widths
 
     @property
     def row_len(self) -> int:

@@ -163,6 +163,40 @@ def test_int8_layers_are_one_float64_sum(kernels, m, n, k, with_bias):
     np.testing.assert_array_equal(run(kernel, layer, x, bias), want)
 
 
+@pytest.mark.parametrize(
+    "name", [n for n in ref.GRIDS if isinstance(ref.GRIDS[n], ref.Asym) and n.endswith(("asym", "shift", "midpoint"))]
+)
+def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, monkeypatch, name):
+    import torch
+
+    grid, widths, k, group = ref.GRIDS[name], [48, 16], 256, 32
+    rng, scheme = np.random.default_rng(0), types.SimpleNamespace(group_size=group)
+    masters = [rng.normal(size=(n, k)) * rng.uniform(0.5, 2, (n, 1)) * scale for n, scale in ((48, 1), (16, 9))]
+    parts = [grid.arrays(w, scheme) for w in masters]
+    assert parts[0]["tensor_scale"].item() != parts[1]["tensor_scale"].item()
+    weight = np.concatenate([grid.value(part) for part in parts]).astype(np.float64)
+    kernel = kernels.Float64AsymmetricLinear(grid.bits, group, name.endswith("midpoint"))
+    layer = torch.nn.Module()
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
+    kernel.create_weights(layer, widths, k, weight_loader=None)
+    names = dict(zip(("codes", "codes_low"), kernel.codes, strict=False))
+    names |= {"scales": "weight_scale", "zero_points": kernel.zeros, "tensor_scale": "weight_tensor_scale"}
+    for array, leaf in names.items():
+        parameter, value = getattr(layer, leaf), np.concatenate([part[array] for part in parts])
+        raw = torch.from_numpy(value.view(np.uint8)).view(torch.float8_e4m3fn) if array == "scales" else None
+        parameter.data.copy_(torch.from_numpy(value).view(parameter.shape) if raw is None else raw)
+    kernel.process_weights_after_loading(layer)
+    assert sum(p.numel() * p.element_size() for p in layer.parameters()) == 64 * (
+        k * grid.bits // 8 + 2 * k // group + 4
+    )
+    x, bias = activations(5, k), activations(1, 64, seed=8)[0]
+    for decoded, b in ((2**18, None), (2**18, bias), (7 * k, bias)):  # outputs at once change nothing
+        monkeypatch.setattr(kernels, "_DECODED", decoded)
+        np.testing.assert_array_equal(run(kernel, layer, x, b), once(x.astype(np.float64) @ weight.T, b))
+    np.testing.assert_array_equal(run(kernel, layer, x[3:4], bias), run(kernel, layer, x, bias)[3:4])
+
+
 def test_new_values_take_effect_when_weights_are_loaded_again(kernels, monkeypatch):
     n, k, group = 64, 128, 32
     x = activations(4, k)

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from tests.reference.forks import DECODED, forks
+from tests.reference.forks import ASSEMBLED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -46,7 +46,7 @@ COMMON = """
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program after `COMMON` in a process of its own, where the interpreter stays."""
-    preamble = textwrap.dedent(COMMON) + DECODED + "own._finished = ops._finished\n"
+    preamble = textwrap.dedent(COMMON) + ASSEMBLED + "own._finished = ops._finished\n"
     with forks(preamble, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 

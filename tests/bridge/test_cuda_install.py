@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.reference.forks import DECODED, INTERPRETED, forks
+from tests.reference.forks import ASSEMBLED, INTERPRETED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
-    imports = INTERPRETED + "from qarl_bridge.engine.cuda import experts as cuda_experts, int4, nvfp4, ops\n" + DECODED
+    imports = (
+        INTERPRETED + "from qarl_bridge.engine.cuda import experts as cuda_experts, int4, nvfp4, ops\n" + ASSEMBLED
+    )
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
@@ -50,7 +52,7 @@ def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(ru
         kernel.w_q_name, kernel.w_s_name = "packed", "scale"
         # The interpreter has no bfloat16 arithmetic.
         room = int4._rooms[torch.device("cpu")] = torch.empty(128 * 256).half()
-        int4._PACKED_ROWS = 4
+        int4.PACKED_ROWS = 4
         for n, k in ((64, 256), (128, 256), (32, 128)):
             layer = torch.nn.Module()
             words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
@@ -68,13 +70,73 @@ def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(ru
     """)
 
 
+def test_layers_with_zero_points_are_held_as_they_are_multiplied_with_t_of_each_part(run):
+    run("""
+        import types
+        from qarl_bridge.engine.cuda import asym, asym_ops
+        from qarl_bridge.protocol.errors import BridgeError
+
+        torch.manual_seed(0)
+        global FLOAT
+        FLOAT = tl.float32
+        asym.current_platform = types.SimpleNamespace(is_device_capability=lambda number: number == 90)
+        int4._rooms[torch.device("cpu")] = torch.empty(96 * 256)  # the interpreter has no bfloat16 arithmetic
+        int4.PACKED_ROWS = 4
+        n, k, group = 96, 256, 64
+
+        def layer_of(n, k, group):
+            layer = torch.nn.Module()
+            layer.logical_widths = [64, 16, n - 80]
+            levels = torch.randint(1, 100, (2, n, k // group)).to(torch.uint8)
+            held = {
+                "weight_u2": torch.randint(0, 256, (n, k // 4)).to(torch.uint8),
+                "weight_u1": torch.randint(0, 256, (n, k // 8)).to(torch.uint8),
+                "weight_zero_point": levels[0],
+                "weight_scale": levels[1].view(torch.float8_e4m3fn),
+                "weight_tensor_scale": torch.tensor([0.25, 0.5, 2.0]),
+            }
+            for name, value in held.items():
+                layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+            return layer, held
+
+        layer, held = layer_of(n, k, group)
+
+        def plane(width):
+            lanes = held[f"weight_u{width}"][..., None] >> width * torch.arange(8 // width)
+            return (lanes & (2**width - 1)).view(n, k)
+
+        codes = 2 * plane(2) + plane(1)
+        steps = held["weight_scale"].float() * torch.tensor([0.25] * 64 + [0.5] * 16 + [2.0] * 16)[:, None]
+        zeros = held["weight_zero_point"].repeat_interleave(group, 1).int()
+        weight = ((codes * 32 - zeros) * steps.repeat_interleave(group, 1)).bfloat16().float()
+        kernel = asym.BatchInvariantAsymmetricLinear(3, group, False)
+        before = sum(p.numel() * p.element_size() for p in layer.parameters())
+        kernel.process_weights_after_loading(layer)
+        assert before + 2 * n - 12 == sum(p.numel() * p.element_size() for p in layer.parameters())
+        assert torch.equal(kernel.words(layer).decoded().float(), weight)
+        one = torch.zeros(6, k)
+        one[range(6), [0, 5, 77, 128, 200, 255]] = 1.0
+        for rows in (1, 4, 6):  # words as they are, and decoded
+            found = kernel.apply_weights(layer, one[None, :rows])
+            assert torch.equal(found[0].float(), weight.t()[[0, 5, 77, 128, 200, 255]][:rows])
+        for shape in ((96, 192, 64), (92, 256, 64), (96, 384, 48)):
+            other = asym.BatchInvariantAsymmetricLinear(3, shape[2], False)
+            try:
+                other.process_weights_after_loading(layer_of(*shape)[0])
+            except BridgeError as error:
+                assert "a layer with zero points" in str(error)
+            else:
+                raise AssertionError(shape)
+    """)
+
+
 def test_nvfp4_layers_are_held_as_they_are_multiplied_with_a_number_for_each_part(run):
     run("""
         torch.manual_seed(0)
         kind = nvfp4.BatchInvariantNvFp4LinearKernel
         kernel = kind.__new__(kind)
         int4._rooms[torch.device("cpu")] = torch.empty(128 * 256).half()  # the interpreter has no bfloat16 arithmetic
-        int4._PACKED_ROWS = 4
+        int4.PACKED_ROWS = 4
         n, k, widths, divisors = 128, 256, [64, 32, 32], torch.tensor([512.0, 448.0, 2688.0])
         layer = torch.nn.Module()
         packed = torch.randint(0, 256, (n, k // 2)).to(torch.uint8)

@@ -5,7 +5,7 @@ numpy's order; and that they leave an engine alone which they do not serve. What
 
 import pytest
 
-from tests.reference.forks import DECODED, INTERPRETED, forks
+from tests.reference.forks import ASSEMBLED, INTERPRETED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own."""
-    imports = INTERPRETED + "from qarl_bridge.engine.cuda import ops, sampling\n" + DECODED
+    imports = INTERPRETED + "from qarl_bridge.engine.cuda import ops, sampling\n" + ASSEMBLED
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 from qarl_bridge.engine import fast_load, versions  # noqa: E402
+from qarl_bridge.engine.machine import Cuda  # noqa: E402
 from qarl_bridge.engine.readback import experts, linear  # noqa: E402
 from qarl_bridge.engine.readback import formulas as readback_formulas  # noqa: E402
 from qarl_bridge.protocol import formats, messages  # noqa: E402
@@ -309,6 +310,21 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
     experts.check_groups(config | {"quantization_config": None})
     rules = {"model.layers.0.mlp.experts.0.up_proj": "w8a8", "a.q_proj": "w4a16", "a.k_proj": "w4a16", "b": "w4a16"}
     experts.check_groups(config | {"quantization_config": section_of(rules | {"a.v_proj": "w4a16"})})
+
+
+def test_experts_with_zero_points_are_refused_before_vllm_starts():
+    rules = {"model.layers.0.mlp.experts.0.up_proj": "w2a16_asym", "a.o_proj": "w4a16"}
+    config = {"num_experts": 8, "quantization_config": section_of(rules)}
+    with pytest.raises(BridgeError, match="experts with zero points have no layer in vLLM: give them w4a16 or bf16"):
+        experts.check_format(config)
+    experts.check_format(config | {"num_experts": 0})
+    rules = {"model.layers.0.mlp.experts.0.up_proj": "w4a16", "a.o_proj": "w2a16_asym", "b.o_proj": "w2a16_asym"}
+    dense = config | {"quantization_config": section_of(rules)}
+    experts.check_format(dense)
+    gpu, theirs = Cuda.__new__(Cuda), messages.EngineOptions(arithmetic="vllm")
+    with pytest.raises(BridgeError, match="vLLM has no layer for weights with zero points: drop arithmetic=vllm"):
+        gpu.replace(dense, theirs)
+    assert gpu.replace(dense | {"quantization_config": None}, theirs)
 
 
 def test_parts_of_a_version_are_read_back_as_the_whole_is():

@@ -20,7 +20,7 @@ CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8"])
+@pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8", "w2a16_asym:g16"])
 def test_the_shards_of_a_version_hold_it_all_once(scheme):
     whole = {name: np.asarray(array) for name, array in engine_tensors(weights(0, scheme))}
     parts = [Shard(rank, 2).part_of(whole) for rank in range(2)]

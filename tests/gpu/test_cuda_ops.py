@@ -72,6 +72,38 @@ def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased)
     assert torch.equal(torch.from_dlpack(mine), whole)
 
 
+@pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["w2a16_asym:g32", "w2a16_midpoint:g64", "w3a16_asym:g128", "w4a16_asym:g16", "w8a16_asym"]
+)
+def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(shape, name):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine.cuda import asym_ops, ops
+
+    n, k = shape
+    keys = jax.random.split(jax.random.key(n + k), 3)
+    x = jax.random.normal(keys[0], (2048, k), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (n, k)) * jnp.geomspace(0.1, 1e-4, n)[:, None]).astype(jnp.bfloat16)
+    bias = jax.random.normal(keys[2], (n,), jnp.bfloat16)
+    scheme = quant.parse_scheme(name)
+    qt = quant.quantize(w, scheme)
+    planes = [(torch.from_dlpack(qt.arrays[a.name]), 8 // a.inputs) for a in scheme.wire.arrays if "codes" in a.name]
+    codes = [asym_ops.interleaved(*plane) for plane in planes] + [None]
+    scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
+    levels = asym_ops.levels_of(scales, torch.from_dlpack(qt.arrays["zero_points"]), k)
+    steps = torch.from_dlpack(qt.arrays["tensor_scale"]).reshape(1).expand(n).bfloat16()
+    words = asym_ops.Words(codes[0], codes[1], levels, steps, scheme.bits, scheme.group_size, scheme.middle)
+    decoded = words.decoded()
+    assert torch.equal(decoded, torch.from_dlpack(quant.dequantize(qt)))
+    x_t, bias_t = torch.from_dlpack(x), torch.from_dlpack(bias)
+    whole = ops.product(x_t, decoded, bias=bias_t)
+    for rows in (1, 8, 17, 64, 128, 200, 512):
+        assert torch.equal(ops.product(x_t[:rows], words, bias=bias_t), whole[:rows])
+    numerics = quant.resolve("cuda").of_layer(n, k)
+    mine = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=numerics))(x)
+    assert torch.equal(torch.from_dlpack(mine), whole)
+
+
 @pytest.mark.parametrize("rank", [8, 32, 64])
 def test_an_adapters_products_are_the_learners_and_a_fused_layers_are_its_parts(rank):
     torch = pytest.importorskip("torch")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qarl_jax import quant
+from qarl_jax import models, quant
+from qarl_jax.learning.learner import Learner
 from qarl_jax.loop.publisher import Publisher, by_layer, code_flips
 from qarl_jax.loop.updates import Updates
 from qarl_jax.metrics import merge, values
@@ -32,6 +33,39 @@ from tests.reference.learners import (
 )
 
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
+
+
+# ---- several widths of one policy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_update_over_two_widths_takes_the_mean_of_their_gradients():
+    rows, schemes = packed(), {"w2": "w2a16_midpoint:g32", "w8": "w8a16_asym:g32"}
+    alone, (made, state) = {}, fresh(schemes["w2"])
+    for name, scheme in schemes.items():
+        alone[name] = jax.device_get(gradient(*fresh(scheme), rows, ROWS)[0])
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *alone.values())
+    wanted, _ = made.apply_update(state, jax.device_put(mean, made.param_shardings))
+
+    options = dataclasses.replace(made.options, one_program=False, share=0.5)
+    build_one = functools.partial(
+        Learner, loss_fn=made.loss_fn, optimizer=made.optimizer, mesh=made.mesh, options=options
+    )
+    other = build_one(models.at_width(made.graphdef, 8))
+    both = build_one(made.graphdef, beside={"w8": other})
+    _, state = fresh(schemes["w2"])
+    micros = [both.put(micro) for micro in rows.micro_batches(ROWS // 2)]
+    old, theirs = (
+        [one.score(state.params, one.quantize(state.params), micro)[0] for micro in micros] for one in (both, other)
+    )
+    assert not np.array_equal(old[0], theirs[0])
+    counts = rows.num_tokens, rows.num_sequences
+    found, metrics = both.update(state, both.quantize(state.params), micros, old, *counts, beside={"w8": theirs})
+    assert_close(found.params, wanted.params, 1e-4)
+    assert {"loss/total", "w8/loss/total", "w8/mismatch/k3"} <= metrics.keys()
+    for name in alone:  # neither of them alone
+        with pytest.raises(AssertionError):
+            assert_close(alone[name], mean, 1e-2)
 
 
 # ---- one sum, however it is cut ------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --up
 
 
 @pytest.mark.parametrize(
-    "scheme", ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16", "nvfp4")]]
+    "scheme",
+    ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16", "nvfp4", "w2a16_asym:g32")]],
 )
 def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     pytest.importorskip("vllm")

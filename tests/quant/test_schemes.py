@@ -338,5 +338,14 @@ def test_w4a8_is_refused_by_name_where_vllm_on_cuda_would_drop_its_activations_r
         quant.on_engine(w4a8.Config(128), quant.resolve("cuda"))
 
 
+def test_weights_with_zero_points_are_served_by_vllm_and_activations_are_not():
+    for profile in ("cpu", "cuda"):
+        assert quant.on_engine(w2a16_asym.Config(32), quant.resolve(profile)) == w2a16_asym.Config(32)
+        with pytest.raises(UserError, match=r"no layer for w4a4 in vLLM: set .* to w4a16_asym, or sample"):
+            quant.on_engine(w4a4.Config(32), quant.resolve(profile))
+    at_start, in_the_middle = (quant.SCHEMES[f"w2a16_{slices}"]().wire.format for slices in ("shift", "midpoint"))
+    assert at_start != in_the_middle  # an engine that serves one is known to refuse the other's bytes
+
+
 def test_schemes_are_hashable_and_distinct():
     assert len({str(c) for c in CONFIGS}) == len(set(CONFIGS))

@@ -18,24 +18,74 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 """
-# And then, for 4-bit words: the interpreter knows no assembly and no bfloat16 arithmetic; q s is exact in float16 too.
-DECODED = """
+# And then, for low-bit words: the interpreter knows no assembly, whose few instructions follow, and no bfloat16
+# arithmetic: decoded weights leave as float16, or what a program sets FLOAT to.
+ASSEMBLED = """
+import re
+import ml_dtypes
+import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 
-def decoder(value):
-    def decoded(words, *scales):
-        codes = [value((words >> 4 * i) & 15) for i in range(8)]
-        products = [codes[i + 4 * e].to(tl.float32) * s.to(tl.float32) for i, s in enumerate(scales) for e in (0, 1)]
-        return tuple(product.to(tl.float16) for product in products)
-    return decoded
+def both(binary):
+    def half(*bits):
+        given = [x.astype(np.uint16).view(ml_dtypes.bfloat16).astype(float) for x in map(np.asarray, bits)]
+        return binary(*given).astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    return lambda *words: half(*(w & 0xFFFF for w in words)) | half(*(w >> 16 for w in words)) << 16
 
-def float4(code):
-    magnitude = code & 7  # q 2^-126 as the assembly has it, in float32
-    bits = (magnitude << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 2.0**126
+FLOAT = tl.float16
+INSTRUCTIONS = {
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "and.b32": lambda a, b: a & b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "lop3.b32": lambda a, b, c, table: (a & b) | c,
+    "mov.b32": lambda a: a,
+    "add.rn.bf16x2": both(lambda a, b: a + b),
+    "sub.rn.bf16x2": both(lambda a, b: a - b),
+    "mul.rn.bf16x2": both(lambda a, b: a * b),
+}
 
-ops._decoded, ops._decoded_float4 = decoder(lambda code: code - 8), decoder(float4)
-ops._finished = lambda acc: acc
+def bits_of(x):
+    data = np.asarray(x.handle.data)
+    if data.dtype == np.float32:
+        assert (data.astype(ml_dtypes.bfloat16) == data).all()
+        data = data.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return data.view(f"u{data.dtype.itemsize}").astype(np.uint32)
+
+def assembled(program, kinds, args, dtype, is_pure, pack):
+    program, kinds = (x.value if isinstance(x, tl.constexpr) else x for x in (program, kinds))
+    if kinds == "=f,f":  # a move
+        return args[0]
+    outputs = len(dtype)
+    assert kinds.count("=h") == outputs and pack == 1
+    held = {f"${outputs + i}": data for i, data in enumerate(np.broadcast_arrays(*map(bits_of, args)))}
+    for line in filter(None, (line.strip() for line in program.strip()[1:-1].split(";"))):
+        if line.startswith(".reg"):
+            continue
+        name, operands = line.split(maxsplit=1)
+        to, *given = re.findall(r"{[^}]*}|[^, ]+", operands)
+        values = []
+        for one in given:
+            if one.startswith("{"):
+                low, high = one.strip("{}").split(", ")
+                values.append(held[low] | held[high] << 16)
+            else:
+                values.append(held[one] if one in held else np.uint32(int(one, 0)))
+        assert name != "lop3.b32" or values[3] == 0xEA
+        result = INSTRUCTIONS[name](*values)
+        if to.startswith("{"):
+            low, high = to.strip("{}").split(", ")
+            held[low], held[high] = result & 0xFFFF, result >> 16
+        else:
+            held[to] = result
+    exact = [held[f"${i}"].astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32) for i in range(outputs)]
+    as_ = np.dtype(FLOAT.name.replace("fp", "float"))
+    assert all((x.astype(as_) == x).all() for x in exact)
+    handles = [interpreter.TensorHandle(x.astype(as_), FLOAT) for x in exact]
+    return tuple(tl.tensor(one, tl.block_type(FLOAT, list(one.data.shape))) for one in handles)
+
+tl.inline_asm_elementwise = assembled
 """
 # Reads the names of files with programs, and answers each with its exit code.
 _PARENT = """

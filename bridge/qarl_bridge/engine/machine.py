@@ -61,6 +61,7 @@ class Cpu:
         from qarl_bridge.engine.cpu import experts, layers, linear
         from qarl_bridge.engine.readback import experts as readback_experts
 
+        readback_experts.check_format(config)
         readback_experts.check_shape(config)
         linear.register()
         layers.register()
@@ -102,9 +103,12 @@ class Cuda:
                 "vLLM on CUDA drops the int8 activations of w4a8: use w4a16 or fp8, or the embedded sampler", "setup"
             )
         self._invariant = options.arithmetic == "batch_invariant"
+        readback_experts.check_format(config)
         readback_experts.check_groups(config, batch_invariant=self._invariant)
         if not self._invariant:
             self.note = ""
+            if any(group["format"] in formats.ASYMMETRIC for group in groups):
+                raise BridgeError("vLLM has no layer for weights with zero points: drop arithmetic=vllm", "setup")
             return ["vLLM's own kernels (rollout.engine.arithmetic=vllm)"]
         from qarl_bridge.engine.cuda import install
 

@@ -86,7 +86,7 @@ class Shard:
         for name, array in tensors.items():
             module, _, leaf = name.rpartition(".")
             kind = module.rpartition(".")[2]
-            if leaf == "weight_shape" or not array.ndim:
+            if leaf == "weight_shape" or array.shape in ((), (1,)):  # of a whole weight
                 pass
             elif kind in _SPREAD_OUTPUTS:
                 array = rows(array)

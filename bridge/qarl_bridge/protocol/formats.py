@@ -29,6 +29,10 @@ from qarl_bridge.protocol.messages import BridgeError
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
+# Formats of weights with zero points, which no other engine knows: a code stands for its first step, or for the middle.
+ASYMMETRIC = ("qarl-asymmetric", "qarl-asymmetric-midpoint")
+LANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of their codes -> of a code's parts, the upper first
+
 # What vLLM (and compressed-tensors) fuse into one module, in row order, as Qwen2, Qwen3, Llama and their kin name it.
 # All parts must have one scheme.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

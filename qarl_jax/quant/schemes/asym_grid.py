@@ -35,7 +35,9 @@ activations each row's groups are rounded to the same grid with a t of their own
 zero points as words of 32 bits, bfloat16 scales s t, the same weights. Slices of an 8-bit grid fill its eight bits. It
 has no word for the others: they are exported as they are published.
 
-**Left out.** Layers in vLLM; scales searched by error; groups as long as a row.
+**In vLLM** the bridge's layers hold these very arrays, and t once per output of what is fused (asym_layers.py there).
+
+**Left out.** Layers in vLLM with low-bit activations, and experts; scales searched by error; groups as long as a row.
 
 Sources: Bit-by-Bit, arXiv 2604.07888; e4m3, arXiv 2209.05433.
 """
@@ -60,7 +62,6 @@ from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.types import UserError
 
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # widths of the parts of a code, the upper first
 _NAMES = ("codes", "codes_low")
 _LEAST_SCALE = 2.0**-9  # e4m3's smallest number
 _LEAST_EXPONENT = -104  # of t: (s t) 2^-6 is then no subnormal
@@ -140,6 +141,7 @@ class Config(Scheme):
     """
 
     bits: ClassVar[int]
+    decoded: ClassVar[bool] = True
     activation_bits: ClassVar[int] = 0
     slices: ClassVar[str] = ""
     group_size: int = 32
@@ -159,13 +161,13 @@ class Config(Scheme):
         byte, group = np.dtype(np.uint8), self.group_size
         codes = (
             formats.Array(name, f"weight_u{width}", byte, inputs=8 // width)
-            for name, width in zip(_NAMES, _PLANES[self.bits], strict=False)
+            for name, width in zip(_NAMES, formats.LANES[self.bits], strict=False)
         )
         single = np.dtype(np.float32)
         given = functools.partial(formats.arguments, kind="int", strategy="group", group_size=group, symmetric=False)
         return formats.Layout(
             scheme=str(self),
-            format="qarl-asymmetric",
+            format=formats.ASYMMETRIC[bool(self.middle)],
             weights=given(self.bits),
             activations=given(self.activation_bits, dynamic=True) if self.activation_bits else None,
             arrays=(
@@ -177,11 +179,11 @@ class Config(Scheme):
         )
 
     def on(self, numerics: Numerics) -> Scheme:
-        """Refuses vLLM, for which the bridge has no layer."""
-        if numerics.profile != "plain":
+        """Refuses vLLM where activations are quantized, for which the bridge has no layer."""
+        if numerics.profile != "plain" and self.activation_bits:
             raise UserError(
-                f"the bridge has no layer for {self.name} in vLLM yet: set quant.forward and quant.rollout to w4a16, or"
-                " sample with the embedded sampler (rollout.engine.name=jax)"
+                f"the bridge has no layer for {self.name} in vLLM: set quant.forward and quant.rollout to"
+                f" w{self.bits}a16_asym, or sample with the embedded sampler (rollout.engine.name=jax)"
             )
         return self
 
@@ -210,7 +212,7 @@ class Config(Scheme):
     def _held(self, shape: Any, codes: jax.Array, zeros: jax.Array, found: Rounded, finer: int) -> QTensor:
         """Arrays of codes [..., N, K/G, G], and of zero points and t in steps of eight bits."""
         codes, planes, rest = codes.astype(jnp.uint8).reshape(shape), {}, self.bits
-        for name, width in zip(_NAMES, _PLANES[self.bits], strict=False):
+        for name, width in zip(_NAMES, formats.LANES[self.bits], strict=False):
             rest -= width
             planes[name] = pack((codes >> rest) & (2**width - 1), width)
         held = {
@@ -227,7 +229,7 @@ class Config(Scheme):
     def codes(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
         """The codes of a weight, 0 to 2^bits - 1."""
         whole = jnp.zeros((), jnp.uint8)
-        for name, width in zip(_NAMES, _PLANES[self.bits], strict=False):
+        for name, width in zip(_NAMES, formats.LANES[self.bits], strict=False):
             whole = (whole << width) | unpack(qt.arrays[name], width)
         return whole
 

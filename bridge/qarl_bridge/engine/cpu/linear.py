@@ -13,6 +13,8 @@ written here, in torch's generic operations, and the learner computes the same (
                                                    x_q = RNE(x * (127 / am)), each one float32 operation
     fp8           the same with s_x = max(max|x| / 448, 1 / (448 * 512)) and x_q = e4m3(x * (1 / s_x))
     nvfp4         y = bf(bf(S(x, q s) f) + b)      q s exact, s below 2^-6 taken for 0; f = f32(1 / g)
+    w2a16_asym, and its like   y = bf(S(x, w) + b)   w = bf((q - z) s t), made anew from the published arrays at each
+                                                   product, a few outputs at a time: they alone are held
     head, router  S(x, w), left in float32
 
 Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64, and a sum of thousands of
@@ -21,8 +23,8 @@ unless it falls that close to the middle between two floats, about once in 10^6,
 differs. So either side may use its library's product, and the number of rows, threads, blocks or the vector width
 change nothing.
 
-The price is memory, eight bytes per weight beside the loaded one, and about half of float32's speed. What we left out:
-tensor parallelism, static activation scales, zero points.
+The price is memory, eight bytes per weight beside the loaded one (but for weights with zero points), and about half of
+float32's speed. What we left out: static activation scales.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl_bridge.engine import nvfp4_layers, versions
+from qarl_bridge.engine import asym_layers, nvfp4_layers, versions
+from qarl_bridge.protocol import formats
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -129,6 +132,7 @@ def nvfp4_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.cat([values, -values])[codes] * groups.repeat_interleave(16, dim=1)
 
 
+_DECODED = 2**18  # weights with zero points that are decoded at once: they stay in a core's cache
 _WEIGHT = "weight_float64"  # [N, K] float64 parameter: vLLM's reload copies new values into its storage
 
 
@@ -238,6 +242,33 @@ class Float64NvFp4LinearKernel(nvfp4_layers.NvFp4Layer):
         return product(x, layer.weight, bias, factor=layer.weight_global_scale)
 
 
+class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
+    """w2a16_asym, w3a16_asym, w4a16_asym, w8a16_asym and slices of that; see the module docstring."""
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+        outputs, wide = sum(layer.logical_widths), x.double()
+        step = max(1, _DECODED // x.shape[-1])
+        blocks = (slice(first, first + step) for first in range(0, outputs, step))
+        y = torch.cat([wide @ self.weight(layer, block).double().t() for block in blocks], dim=-1).float()
+        if bias is not None:
+            y += bias.float()
+        return y.to(x.dtype)
+
+    def weight(self, layer: torch.nn.Module, outputs: slice) -> torch.Tensor:
+        """bf((q - z) s t) of some outputs, [n, K] bfloat16."""
+        codes: Any = 0
+        for name, width in zip(self.codes, formats.LANES[self.bits], strict=True):
+            shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+            lanes = (getattr(layer, name)[outputs].unsqueeze(-1) >> shifts) & (2**width - 1)
+            codes = codes << width | lanes.flatten(1)
+        zeros, scales = getattr(layer, self.zeros)[outputs].float(), layer.weight_scale[outputs].float()
+        steps = (codes << 8 - self.bits | self.middle).unflatten(1, (zeros.shape[1], -1)).float()
+        steps -= zeros.unsqueeze(-1)
+        steps *= (scales * layer.weight_tensor_scale[outputs].unsqueeze(1)).unsqueeze(-1)
+        return steps.flatten(1).bfloat16()
+
+
 class Float64Linear:
     """vLLM's `cpu_linear` of one unquantized layer. It converts the weight when first called: make one per load."""
 
@@ -269,3 +300,4 @@ def register() -> None:
         versions.put_first(table, PlatformEnum.CPU, kernel)
     dispatch.dispatch_cpu_unquantized_gemm = _dispatch
     nvfp4_layers.serve(Float64NvFp4LinearKernel)
+    asym_layers.serve(Float64AsymmetricLinear)

@@ -5,6 +5,7 @@
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
     the same in int4 (w4a16), nvfp4        Machete or Marlin, likewise           ops.product
+    the same with zero points              none                                  ops.product
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
     RMSNorm                                threads by the number of rows         ops.rms_norm
     log-probs                              float32 sums in torch's order         sampling.log_softmax
@@ -74,10 +75,11 @@ def install() -> str:
         from qarl_bridge.engine.cuda import experts
 
         experts.install(_replace)
-    from qarl_bridge.engine import nvfp4_layers
-    from qarl_bridge.engine.cuda import int4, nvfp4
+    from qarl_bridge.engine import asym_layers, nvfp4_layers
+    from qarl_bridge.engine.cuda import asym, int4, nvfp4
 
     int4.register()
+    asym_layers.serve(asym.BatchInvariantAsymmetricLinear)
     if _has_wgmma():
         nvfp4_layers.serve(nvfp4.BatchInvariantNvFp4LinearKernel)
     return _without_wgmma()

@@ -18,16 +18,21 @@ from vllm.scalar_type import scalar_types
 from qarl_bridge.engine import versions
 from qarl_bridge.engine.cuda import ops
 
-_PACKED_ROWS = 512  # the most that are multiplied with words
+PACKED_ROWS = 512  # the most that are multiplied with words
 # bf16(q s) of one layer, for the largest: made at a load, since a CUDA graph keeps its place.
 _rooms: dict[torch.device, torch.Tensor] = {}
 
 
-def make_room(words: torch.Tensor) -> None:
-    """Let a layer of so many words be decoded; called at its load."""
-    room = _rooms.get(words.device)
-    if room is None or room.numel() < 8 * words.numel():
-        _rooms[words.device] = torch.empty(8 * words.numel(), dtype=torch.bfloat16, device=words.device)
+def make_room(weights: int, device: torch.device) -> None:
+    """Let a layer of so many weights be decoded; called at its load."""
+    held = _rooms.get(device)
+    if held is None or held.numel() < weights:
+        _rooms[device] = torch.empty(weights, dtype=torch.bfloat16, device=device)
+
+
+def room(outputs: int, inputs: int, device: torch.device) -> torch.Tensor:
+    """The place for a decoded layer, [outputs, inputs] bfloat16."""
+    return _rooms[device][: outputs * inputs].view(outputs, inputs)
 
 
 def multiply(
@@ -39,11 +44,11 @@ def multiply(
 ) -> torch.Tensor:
     """[..., K] -> [..., N] by a layer's words; scales and factor as in `ops.product`."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= _PACKED_ROWS:
+    if len(rows) <= PACKED_ROWS:
         y = ops.product(rows, words, scales, bias, factor=factor)
     else:
-        room = _rooms[words.device][: 8 * words.numel()].view(-1, rows.shape[1])
-        y = ops.product(rows, ops.dequantized(words, scales, out=room), bias=bias, factor=factor)
+        decoded = ops.dequantized(words, scales, out=room(words.shape[1], rows.shape[1], words.device))
+        y = ops.product(rows, decoded, bias=bias, factor=factor)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -78,7 +83,7 @@ class BatchInvariantInt4LinearKernel(MPLinearKernel):
         scales = getattr(layer, self.w_s_name).data.t().contiguous()
         for name, value in ((self.WEIGHT, words), (self.SCALE, scales)):
             layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
-        make_room(words)
+        make_room(8 * words.numel(), words.device)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N]."""

@@ -53,7 +53,7 @@ class BatchInvariantNvFp4LinearKernel(NvFp4Layer):
                 "setup",
             )
         made = served(packed, scale)
-        int4.make_room(made[0])
+        int4.make_room(n * k, packed.device)
         return made
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ same numbers from the same rules:
 
     product      y = bf16(acc + b), acc in the parts of `split_k.splits_of`; weights bfloat16, or int4 as bf16(q * s)
                  nvfp4: bf16(bf16(acc * f) + b), weights q * s of e2m1 codes and e4m3 scales, exact in bfloat16
+                 zero points: weights bf16((q - z) s t) of 2, 3, 4 or 8 bits (`asym_ops`)
     logits       the same product, one part, left in float32
     RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
 
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qarl_bridge.engine.cuda import asym_ops
 from qarl_bridge.protocol import split_k
 
 _STEP = tl.constexpr(split_k.STEP)
@@ -172,34 +174,38 @@ def _finished(acc):
 
 
 @triton.jit
-def _part(x, w, s, row, output, N, first, end, BITS: tl.constexpr, GROUP: tl.constexpr,
-          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _part(x, w, low, s, t, row, output, N, first, end, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+          MIDDLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """The float32 accumulator [BN, BM] of the inputs [first, end), in steps; behind the last input there are zeros."""
     acc = tl.zeros((BN, BM), tl.float32)
     for k in range(first * _STEP, end * _STEP, BK):
         if BITS == 16:
             weights = w.load([output, k])
+        elif ZEROS:
+            weights = asym_ops.loaded(w, low, s, t, k // _STEP, output, BITS, GROUP, MIDDLE, BN, BK)
         else:  # behind the last output there are other outputs' weights
             weights = _weights(w.load([N * (k // _STEP) + output, 0]), s.load([k // GROUP, output]), GROUP, BN)
         acc = tl.dot(weights, x.load([row, k]).T, acc)
-        if BITS == 4:
+        if BITS != 16:
             acc = _finished(acc)
     return acc
 
 
 @triton.jit
-def _product(x, w, s, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
-             BITS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr,
+def _product(x, w, low, s, t_ptr, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
+             BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, SPLIT: tl.constexpr,
+             FACTOR: tl.constexpr, BIAS: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """One tile [BM rows, BN outputs]; SPLIT: one part of it, and whoever comes last adds them up, in order.
 
     x, w and s are descriptors: of tiles [BM, BK], and [BN, BK] or `interleaved` words [BN, 16] with scales as in
-    `_weights`."""
+    `_weights`; with ZEROS w, low and s are those of `asym_ops.Words`, and t_ptr its steps."""
     tiles_m = tl.cdiv(M, BM)
     tile = tl.program_id(0)
     row = (tile % tiles_m) * BM
     output = (tile // tiles_m) * BN
     outputs = output + tl.arange(0, BN)
+    t = tl.load(t_ptr + outputs, mask=outputs < N, other=0.0) if ZEROS else None
     steps = tl.cdiv(K, _STEP)
     longer, shorter = steps % PARTS, steps // PARTS
     last = True
@@ -207,7 +213,7 @@ def _product(x, w, s, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS
         part = tl.program_id(1)
         first = part * shorter + tl.minimum(part, longer)
         end = first + shorter + (part < longer).to(tl.int32)
-        acc = _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
+        acc = _part(x, w, low, s, t, row, output, N, first, end, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
         cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         own = partial_ptr + tile * PARTS * BM * BN
         tl.store(own + part * BM * BN + cells, acc)
@@ -220,11 +226,11 @@ def _product(x, w, s, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS
                 acc += tl.load(own + p * BM * BN + cells, cache_modifier=".cg")
     else:
         end = shorter + (longer > 0)
-        acc = _part(x, w, s, row, output, N, 0, end, BITS, GROUP, BM, BN, BK)
+        acc = _part(x, w, low, s, t, row, output, N, 0, end, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
         for p in tl.static_range(1, PARTS):
             first = end
             end = first + shorter + (longer > p)
-            acc += _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
+            acc += _part(x, w, low, s, t, row, output, N, first, end, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
     if last:
         if FACTOR:
             acc *= tl.load(f_ptr + outputs, mask=outputs < N, other=0.0)[:, None]
@@ -250,7 +256,7 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def product(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | asym_ops.Words,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
@@ -263,7 +269,7 @@ def product(
     """x W^T + b of rows x [M, K] bfloat16, in an order that depends on the weight's shape alone.
 
     Args:
-      weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words.
+      weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words, or one with zero points.
       scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8. Of e2m1 codes,
         e4m3 [K/16, N]; N a multiple of 16.
       bias: [N] or None.
@@ -274,31 +280,38 @@ def product(
         computed side by side; None: where there are few tiles. No result depends on these two.
     """
     m, k = x.shape
-    bits = 16 if scale is None else 4
-    n = weight.shape[0] if bits == 16 else weight.shape[1]
+    zeros = isinstance(weight, asym_ops.Words)
+    if isinstance(weight, asym_ops.Words):
+        n, bits, group, middle, steps = weight.outputs, weight.bits, weight.group, weight.middle, weight.steps
+    elif scale is None:
+        n, bits, group, middle, steps = weight.shape[0], 16, 0, 0, None
+    else:
+        n, bits, group, middle, steps = weight.shape[1], 4, k // scale.shape[0], 0, None
     splits = split_k.splits_of(n, k) if splits is None else splits
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if m == 0:
         return y
-    group = 0 if scale is None else k // scale.shape[0]
     if tile is None:
-        tile = _tile(m, n, bits, splits)
+        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, bits, splits)
     bm, bn, bk, warps, stages = tile
     blocks = splits * triton.cdiv(m, bm) * triton.cdiv(n, bn)
     partial, done = _workspace(x.device)
     if split is None:
         split = splits > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
     x = x if x.is_contiguous() else x.contiguous()
-    if scale is None:
+    low = None
+    if isinstance(weight, asym_ops.Words):
+        w, low, s = weight.descriptors(bn, bk)
+    elif scale is None:
         w, s = TensorDescriptor.from_tensor(weight, [bn, bk]), None
     else:
         w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
         # Flat first: a single group's row may have any stride, but a descriptor's may not.
         s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), bn])
     _product[(blocks // splits, splits if split else 1)](
-        TensorDescriptor.from_tensor(x, [bm, bk]), w, s, factor, bias, y, partial, done, m, n, k,
-        PARTS=splits, BITS=bits, GROUP=group, SPLIT=split, FACTOR=factor is not None, BIAS=bias is not None,
-        BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+        TensorDescriptor.from_tensor(x, [bm, bk]), w, low, s, steps, factor, bias, y, partial, done, m, n, k,
+        PARTS=splits, BITS=bits, GROUP=group, ZEROS=zeros, MIDDLE=middle, SPLIT=split,
+        FACTOR=factor is not None, BIAS=bias is not None, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 

@@ -50,6 +50,23 @@ def prefix_of(name: str) -> str:
     return "" if end < 0 else name[: end + len(".experts")]
 
 
+def _groups_of_experts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of a config.json's quantization that hold its experts."""
+    groups = formats.groups_of(config)
+    own = [group for group in groups if any("experts" in target for target in group["targets"])]
+    return own or [group for group in groups if "Linear" in group["targets"]]
+
+
+def check_format(config: Mapping[str, Any]) -> None:
+    """Refuses, before vLLM starts, experts with zero points."""
+    if config.get("num_experts") and any(g["format"] in formats.ASYMMETRIC for g in _groups_of_experts(config)):
+        raise BridgeError(
+            "experts with zero points have no layer in vLLM: give them w4a16 or bf16 (quant.rules, match: experts), or"
+            " use the embedded sampler (rollout.engine.name=jax)",
+            "setup",
+        )
+
+
 def check_shape(config: Mapping[str, Any]) -> None:
     """Refuses, before vLLM starts on a CPU, a width whose experts a reload would tear."""
     width = config.get("moe_intermediate_size") if config.get("num_experts") else None
@@ -77,9 +94,7 @@ def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False) ->
     width = config.get("moe_intermediate_size") if config.get("num_experts") else None
     if not width or (batch_invariant and in_whole_blocks(config["hidden_size"], width)):
         return
-    groups = formats.groups_of(config)
-    own = [group for group in groups if any("experts" in target for target in group["targets"])]
-    for group in own or [group for group in groups if "Linear" in group["targets"]]:
+    for group in _groups_of_experts(config):
         weights = group["weights"]
         size = weights.get("group_size", 0)
         if (weights["num_bits"], weights["type"]) == (4, "int") and width <= size < config["hidden_size"]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qarl_bridge.protocol import formats
 from qarl_bridge.protocol.errors import BridgeError
 
 Tensors = Mapping[str, Any]  # of one weight, by leaf
@@ -171,9 +172,6 @@ def _nvfp4_whole(tensors: Tensors) -> tuple[Any, Any]:
     return _nvfp4_weight(codes, scales), 1 / tensors["weight_global_scale"].float()[..., None, :]
 
 
-_LANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of a code -> of its parts, the upper first
-
-
 def _zeros(tensors: Tensors) -> Any:
     return next(tensor for leaf, tensor in tensors.items() if leaf.startswith("weight_zero_point"))
 
@@ -185,7 +183,7 @@ def _asym_scales(tensors: Tensors, codes: Any) -> Any:
 
 def _asym_columns(bits: int, middle: int, weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
     codes: Any = 0
-    for width in _LANES[bits]:
+    for width in formats.LANES[bits]:
         packed = columns.of([tensors[f"weight_u{width}"] for tensors in weights]).int()
         codes = codes << width | packed >> width * columns.places(8 // width) & 2**width - 1
     zeros = columns.of([_zeros(tensors) for tensors in weights]).int()
@@ -196,7 +194,7 @@ def _asym_columns(bits: int, middle: int, weights: Sequence[Tensors], columns: C
 
 def _asym_whole(bits: int, middle: int, tensors: Tensors) -> tuple[Any, Any]:
     codes: Any = 0
-    for width in _LANES[bits]:
+    for width in formats.LANES[bits]:
         packed = tensors[f"weight_u{width}"].int()
         shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
         codes = codes << width | ((packed.unsqueeze(-1) >> shifts) & 2**width - 1).flatten(-2)
@@ -207,13 +205,13 @@ def _asym_whole(bits: int, middle: int, tensors: Tensors) -> tuple[Any, Any]:
 
 def _asym(bits: int, middle: int = 0) -> Formula:
     """The row of an asymmetric grid; its codes count in steps of eight bits, and stand for the `middle` of them."""
-    codes = {f"weight_u{width}": torch.uint8 for width in _LANES[bits]}
+    codes = {f"weight_u{width}": torch.uint8 for width in formats.LANES[bits]}
     scales = {"weight_scale": torch.float8_e4m3fn, "weight_tensor_scale": torch.float32}
     return Formula(
         codes | scales | {"weight_zero_point" + "_mid" * bool(middle): torch.uint8},
         functools.partial(_asym_columns, bits, middle),
         functools.partial(_asym_whole, bits, middle),
-        inputs=8 // _LANES[bits][0],
+        inputs=8 // formats.LANES[bits][0],
         rounded=True,
     )
 
@@ -239,6 +237,6 @@ FORMULAS = (
         _nvfp4_whole,
         inputs=2,
     ),
-    *map(_asym, _LANES),
+    *map(_asym, formats.LANES),
     *(_asym(bits, 2 ** (7 - bits)) for bits in (4, 2)),
 )

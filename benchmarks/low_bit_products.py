@@ -1,0 +1,209 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's products of weights with zero points beside a library's in bf16, at a model's shapes.
+
+    python -m benchmarks.low_bit_products --shapes 8b --rows 1 8 256 [--tiles] --out FILE
+
+The products of a layer (q|k|v, o, gate|up, down) run together in one CUDA graph, over several layers with weights of
+their own; before each replay a write of 256 MB takes what the L2 cache held. Printed per scheme and number of rows:
+microseconds a layer, times bf16 (cuBLAS), share of the card's bandwidth, and whether every output has the bits of the
+decoded weights' product. `--tiles` times each product alone, under every tile that fits. On a CPU, where there is
+nothing of that, the bridge's CPU layers are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from qarl_bridge.protocol import formats, split_k
+
+from benchmarks.shapes import SIZES
+
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
+_FLUSH = 256 * 2**20
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def layers_of(shapes: str) -> dict[str, tuple[int, int]]:
+    """[N, K] of each product of a layer, as an engine fuses them."""
+    size = SIZES[shapes]
+    hidden, inner, width = size["hidden"], size["inter"], size.get("head_dim", 128)
+    heads = (size["heads"] + 2 * size["kv"]) * width, size["heads"] * width
+    return {
+        "qkv": (heads[0], hidden),
+        "o": (hidden, heads[1]),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+def arrays_of(bits: int, group: int, n: int, k: int, device: str) -> dict[str, torch.Tensor]:
+    """Published arrays of a random weight, by leaf; its values are of the order of 0.01."""
+    made = {
+        f"weight_u{width}": torch.randint(0, 256, (n, k * width // 8), device=device).to(torch.uint8)
+        for width in formats.LANES[bits]
+    }
+    unit = 2 ** (8 - bits)
+    made["weight_zero_point"] = (torch.randint(0, 2**bits, (n, k // group), device=device) * unit).to(torch.uint8)
+    scales = torch.randint(64, 120, (n, k // group), device=device).to(torch.uint8)
+    made["weight_scale"] = scales.view(torch.float8_e4m3fn)
+    made["weight_tensor_scale"] = torch.tensor([2.0**-15], device=device)
+    return made
+
+
+def layer_of(bits: int, group: int, n: int, k: int, device: str) -> tuple[Any, torch.nn.Module]:
+    """The engine's layer of a random weight: what computes it, and what holds it."""
+    if device == "cuda":
+        from qarl_bridge.engine.cuda.asym import BatchInvariantAsymmetricLinear as Kind
+    else:
+        from qarl_bridge.engine.cpu.linear import Float64AsymmetricLinear as Kind  # type: ignore[assignment]
+    layer = torch.nn.Module()
+    layer.logical_widths = [n]
+    for name, value in arrays_of(bits, group, n, k, device).items():
+        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    kind = Kind(bits, group, False)
+    kind.process_weights_after_loading(layer)
+    return kind, layer
+
+
+def microseconds(run: Callable[[], Any], device: str, repeats: int) -> float:
+    """The median of `repeats` runs, captured in a CUDA graph, each behind a write that empties the L2 cache."""
+    run()
+    if device == "cpu":
+        found = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            found.append(1e6 * (time.perf_counter() - start))
+        return sorted(found)[repeats // 2]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device)
+    events = []
+    for number in range(repeats):
+        flush.fill_(number % 2)
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        graph.replay()
+        pair[1].record()
+        events.append(pair)
+    torch.cuda.synchronize()
+    return 1e3 * sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+
+
+def together(
+    shapes: dict[str, tuple[int, int]], products: Sequence[dict[str, Product]], rows: int, device: str, repeats: int
+) -> float:
+    """Microseconds of the products of one layer, the mean of several."""
+    inputs = {name: torch.randn(rows, k, device=device).bfloat16() for name, (_, k) in shapes.items()}
+
+    def run() -> None:
+        for layer in products:
+            for name, product in layer.items():
+                product(inputs[name])
+
+    return microseconds(run, device, repeats) / len(products)
+
+
+def compared(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
+    """A row for each scheme and number of rows; bf16 first."""
+    shapes = layers_of(args.shapes)
+    weights = sum(n * k for n, k in shapes.values())
+    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    peak = next((speed for name, speed in BANDWIDTH.items() if name in card), None)
+    dense: list[dict[str, Product]] = []
+    for _ in range(args.layers):
+        held = {name: (torch.randn(n, k, device=device) * 0.01).bfloat16() for name, (n, k) in shapes.items()}
+        dense.append({name: lambda x, w=w: torch.nn.functional.linear(x, w) for name, w in held.items()})
+    base = {rows: together(shapes, dense, rows, device, args.repeats) for rows in args.rows}
+    for scheme in ("bf16", *args.schemes):
+        name, _, suffix = scheme.partition(":g")
+        bits, group = (16, 0) if name == "bf16" else (int(name[1]), int(suffix or 32))
+        stored = 2 * weights if bits == 16 else weights * bits / 8 + 2 * weights / group
+        if bits < 16:
+            dense.clear()
+            made = [{n: layer_of(bits, group, *s, device) for n, s in shapes.items()} for _ in range(args.layers)]
+            products = [
+                {n: lambda x, k=kind, on=on: k.apply_weights(on, x) for n, (kind, on) in one.items()} for one in made
+            ]
+        for rows in args.rows:
+            us = base[rows] if bits == 16 else together(shapes, products, rows, device, args.repeats)
+            row = {"card": card, "shapes": args.shapes, "scheme": scheme, "rows": rows, "us": round(us, 2)}
+            row |= {"bf16_us": round(base[rows], 2), "times": round(base[rows] / us, 2)}
+            if peak:
+                row["of_bandwidth"] = round(stored / peak / us * 1e6, 3)
+            if bits < 16 and device == "cuda":
+                row["equal"] = all(equal(*made[0][n], k, rows) for n, (_, k) in shapes.items())
+            yield row
+
+
+def equal(kind: Any, layer: torch.nn.Module, k: int, rows: int) -> bool:
+    """Whether so many rows have the bits that they have among 1,024, multiplied with decoded weights."""
+    x = torch.randn(1024, k, device="cuda").bfloat16()
+    return torch.equal(kind.apply_weights(layer, x[:rows]), kind.apply_weights(layer, x)[:rows])
+
+
+def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each product of the first scheme alone: as it is, with inputs in other parts, and the fastest of all tiles."""
+    name, _, suffix = args.schemes[0].partition(":g")
+    for layer, (n, k) in layers_of(args.shapes).items():
+        made = [layer_of(int(name[1]), int(suffix or 32), n, k, "cuda") for _ in range(args.layers)]
+        words = [kind.words(held) for kind, held in made]
+        for rows in args.rows:
+            x = torch.randn(rows, k, device="cuda").bfloat16()
+            most = max(16, 1 << (rows - 1).bit_length())
+            heights = sorted({min(most, height) for height in (64, 128, 256)})
+            choices = itertools.product(heights, (64, 128), (128, 256), (4, 8), (3, 5, 7))
+            found = [(us, tile) for tile in choices if (us := timed(words, x, tile)) is not None]
+            row = {"layer": layer, "n": n, "k": k, "rows": rows, "splits": split_k.splits_of(n, k)}
+            parts = {str(splits): timed(words, x, None, splits) for splits in (1, 2, 4, 8)}
+            yield row | {"us": timed(words, x, None), "by_splits": parts, "best": sorted(found)[:5]}
+
+
+def timed(
+    words: Sequence[Any], x: torch.Tensor, tile: tuple[int, int, int, int, int] | None, splits: int | None = None
+) -> float | None:
+    """Microseconds of one product; None: a tile without room."""
+    from qarl_bridge.engine.cuda import ops
+
+    try:
+        us = microseconds(lambda: [ops.product(x, one, tile=tile, splits=splits) for one in words], "cuda", 5)
+    except Exception:  # Triton's, of shared memory or registers
+        torch.cuda.synchronize()
+        return None
+    return round(us / len(words), 2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.low_bit_products", description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", choices=SIZES, default="8b")
+    parser.add_argument(
+        "--schemes", nargs="+", default=["w2a16_asym:g32", "w2a16_asym:g64", "w3a16_asym:g32", "w4a16_asym:g32"]
+    )
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 256])
+    parser.add_argument("--layers", type=int, default=8, help="with weights of their own")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--tiles", action="store_true", help="every tile of the first scheme's products, on a GPU")
+    parser.add_argument("--out", help="write the rows there, one JSON object a line")
+    args = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for row in tiles(args) if args.tiles else compared(args, device):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0 if all(row.get("equal", True) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

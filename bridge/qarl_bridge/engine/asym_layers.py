@@ -1,0 +1,103 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's place for weights with zero points (format `qarl-asymmetric`): on a CPU cpu/linear.py, on CUDA cuda/asym.py.
+
+vLLM has no layer for two and three bits, for e4m3 scales under a float32 one, or for zero points of slices. Here a
+layer's parameters are the arrays that are published: codes densely in bytes, scales, zero points; and t of each part
+that vLLM fuses (q, k and v; gate and up). A weight is bf((q - z) s t), q in steps of eight bits.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+
+from qarl_bridge.protocol import formats
+
+
+class AsymmetricLayer(CompressedTensorsScheme):
+    """Layers of one width and group size.
+
+    Args:
+      bits: of a code, 2, 3, 4 or 8.
+      group_size: inputs per scale and zero point.
+      midpoint: whether a code stands for the middle of its steps.
+    """
+
+    is_batch_invariant: ClassVar[bool] = True
+
+    def __init__(self, bits: int, group_size: int, midpoint: bool):
+        self.bits, self.group_size = bits, group_size
+        self.middle = 2 ** (7 - bits) if midpoint else 0
+        self.codes = [f"weight_u{width}" for width in formats.LANES[bits]]
+        self.zeros = "weight_zero_point" + "_mid" * midpoint
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Each machine's own layer checks where it is made."""
+        return 0
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        output_partition_sizes: list[int],
+        input_size_per_partition: int,
+        weight_loader: Callable[..., Any],
+        **unused: Any,
+    ) -> None:
+        """Make parameters as they are published: uint8 [N, K width/8] of each part of a code, e4m3 and uint8 [N, K/G],
+        float32 [parts]."""
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        layer.logical_widths = output_partition_sizes
+        made = {"weight_loader": weight_loader}
+        matrix = made | {"input_dim": 1, "output_dim": 0}
+        for name, width in zip(self.codes, formats.LANES[self.bits], strict=True):
+            codes = torch.empty(n, k * width // 8, dtype=torch.uint8)
+            layer.register_parameter(name, ModelWeightParameter(data=codes, **matrix))
+        groups = n, k // self.group_size
+        zeros = ModelWeightParameter(data=torch.empty(groups, dtype=torch.uint8), **matrix)
+        scales = GroupQuantScaleParameter(data=torch.empty(groups, dtype=torch.float8_e4m3fn), **matrix)
+        parts = PerTensorScaleParameter(data=torch.empty(len(output_partition_sizes), dtype=torch.float32), **made)
+        for name, value in ((self.zeros, zeros), ("weight_scale", scales), ("weight_tensor_scale", parts)):
+            layer.register_parameter(name, value)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """t of each part -> of each output, float32 [N]; at load and at every reload."""
+        widths = torch.tensor(layer.logical_widths, device=layer.weight_tensor_scale.device)
+        self.keep(layer, "weight_tensor_scale", layer.weight_tensor_scale.data.repeat_interleave(widths))
+
+    @staticmethod
+    def keep(layer: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+        """Put what is multiplied in the place of what was loaded."""
+        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+
+    @abc.abstractmethod
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+
+
+def serve(kind: type[AsymmetricLayer]) -> None:
+    """Let it compute every layer of the format from now on (the first call decides)."""
+    config = compressed_tensors.CompressedTensorsConfig
+    original = config.get_scheme
+    if getattr(original, "is_own", False):
+        return
+
+    @functools.wraps(original)
+    def get_scheme(self: Any, layer: torch.nn.Module, layer_name: str | None = None) -> Any:
+        found = self.get_scheme_dict(layer, layer_name)
+        format_ = (found or {}).get("format")
+        if format_ not in formats.ASYMMETRIC:
+            return original(self, layer, layer_name)
+        weights = found["weights"]
+        return kind(weights.num_bits, weights.group_size, formats.ASYMMETRIC.index(format_) == 1)
+
+    get_scheme.is_own = True  # type: ignore[attr-defined]
+    config.get_scheme = get_scheme

@@ -1,0 +1,69 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's linear layer for weights with zero points on CUDA, batch-invariant: y = bf16(x . w + b), split along K.
+
+w = bf16((q - z) s t). Words and levels (`asym_ops.Words`) take the place of what was loaded, so the engine holds a
+layer once, in its real size. Rows are multiplied as for w4a16 (cuda/int4.py): many of them with w decoded into the room
+that all layers share.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.platforms import current_platform
+
+from qarl_bridge.engine.asym_layers import AsymmetricLayer
+from qarl_bridge.engine.cuda import asym_ops, int4, ops
+from qarl_bridge.protocol import formats, split_k
+from qarl_bridge.protocol.errors import BridgeError
+
+_OUTPUTS = 8  # outputs come by so many, for the tensor memory accelerator's rows of 16 bytes
+_GROUPS = (16, 32, 64)  # or whole blocks of 128 inputs
+
+
+class BatchInvariantAsymmetricLinear(AsymmetricLayer):
+    """See the module docstring."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Published arrays -> words, levels and t of each output; at load and at every reload.
+
+        Raises:
+          BridgeError("setup"): a GPU, a width or a group that the product does not serve.
+        """
+        super().process_weights_after_loading(layer)
+        scales, zeros = layer.weight_scale.data, getattr(layer, self.zeros).data
+        n, k = scales.shape[0], scales.shape[1] * self.group_size
+        if not current_platform.is_device_capability(90):
+            raise BridgeError(
+                "layers with zero points need a Hopper GPU (sm90) or a CPU: set quant.rollout=bf16, or use the "
+                "embedded sampler (rollout.engine.name=jax)",
+                "setup",
+            )
+        if k % split_k.STEP or n % _OUTPUTS or (self.group_size not in _GROUPS and self.group_size % split_k.STEP):
+            raise BridgeError(
+                f"a layer with zero points, of {n} outputs and {k} inputs in groups of {self.group_size}: on CUDA "
+                f"outputs are a multiple of {_OUTPUTS}, inputs of {split_k.STEP}, and groups 16, 32, 64 or 128; give "
+                "this layer w8a8 or bf16 (quant.rules), or set quant.group_size",
+                "setup",
+            )
+        for name, width in zip(self.codes, formats.LANES[self.bits], strict=True):
+            self.keep(layer, name, asym_ops.interleaved(getattr(layer, name).data, width))
+        self.keep(layer, "weight_scale", asym_ops.levels_of(scales, zeros, k))
+        delattr(layer, self.zeros)
+        self.keep(layer, "weight_tensor_scale", layer.weight_tensor_scale.data.bfloat16())
+        int4.make_room(n * k, scales.device)
+
+    def words(self, layer: torch.nn.Module) -> asym_ops.Words:
+        """The weight as it is multiplied."""
+        codes = [getattr(layer, name) for name in self.codes] + [None]
+        levels, steps = layer.weight_scale, layer.weight_tensor_scale
+        return asym_ops.Words(codes[0], codes[1], levels, steps, self.bits, self.group_size, self.middle)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        rows, weight = x.reshape(-1, x.shape[-1]), self.words(layer)
+        if len(rows) <= int4.PACKED_ROWS:
+            y = ops.product(rows, weight, bias=bias)
+        else:
+            y = ops.product(rows, weight.decoded(out=int4.room(weight.outputs, weight.inputs, rows.device)), bias=bias)
+        return y.view(*x.shape[:-1], y.shape[-1])

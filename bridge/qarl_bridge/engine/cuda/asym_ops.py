@@ -1,0 +1,353 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights with zero points as CUDA multiplies them: words, and how a thread makes bf16((q - z) s t) of them.
+
+The inputs of a product of tensor cores are 16 at a time, and a thread has the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
+of them, t being its place among four. Of 128 inputs, input 16 i + 8 f + 2 t + e is therefore found in words of thread
+t, which follow each other; e is the upper half of a word. Codes of eight bits are four to a word, of two bits 16:
+
+    width   words of a thread [f, h]   a code's i      its bit in a half
+    8       2 x 4                      2 h + i'        8 i'
+    4       2 x 2                      4 h + i'        4 i'
+    2       2 x 1                      i'              2 i'
+    1       1                          i'              i' + 8 f
+
+Three bits are words of two, and of one. Two weights are decoded at once: the bits of a code are put into the mantissa
+of a bfloat16 whose exponent makes them count in steps of eight bits, and the power of two in front is taken away. q - z
+is an integer of eight bits, exact in bfloat16, and its product with s t is rounded once. Codes of two bits lie at three
+places of a mantissa: two shifts serve the eight pairs of a word.
+
+Scales and zero points of the P groups in 128 inputs lie side by side, s first: 16, 32, 64 or 128 bits of an output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qarl_bridge.protocol import split_k
+
+_STEP = tl.constexpr(split_k.STEP)
+
+
+def _bf16x2(power: int) -> str:
+    """2^power, twice, as PTX."""
+    return f"0x{(127 + power) << 7:04x}{(127 + power) << 7:04x}"
+
+
+def _less(power: int, register: str = "p") -> list[str]:
+    """Takes 2^power away."""
+    return [f"mov.b32 k, {_bf16x2(power)};", f"sub.rn.bf16x2 {register}, {register}, k;"]
+
+
+def _bytes(register: str) -> list[str]:
+    """Leaves the lower bytes of the halves of a register as bfloat16, exact."""
+    return [
+        f"and.b32 c, {register}, 0x00800080;",
+        f"lop3.b32 {register}, {register}, 0x007f007f, {_bf16x2(7)}, 0xea;",
+        "mul.lo.u32 c, c, 0x86;",  # 128 as a bfloat16, where that bit is set
+        *_less(7, register),
+        f"add.rn.bf16x2 {register}, {register}, c;",
+    ]
+
+
+def _pair(i: int, bits: int) -> list[str]:
+    """Leaves the codes of pair i of a word in p, in steps of eight bits."""
+    if bits == 8:
+        return [f"shr.u32 p, w, {8 * i};", *_bytes("p")]
+    width, places = (4, 1) if bits == 4 else (2, 3)
+    place, unit = width * (i % places), 8 - width
+    mask = (2**width - 1) << place
+    made = [f"shr.u32 c, w, {width * i};"] if place == 0 else []
+    made += [f"lop3.b32 p, c, 0x{mask:04x}{mask:04x}, {_bf16x2(7 - place + unit)}, 0xea;", *_less(7 - place + unit)]
+    if bits == 3:
+        last = min(i, 6)
+        made += [f"shr.u32 l, v, {i - last};"]
+        made += [f"lop3.b32 l, l, 0x{1 << last:04x}{1 << last:04x}, {_bf16x2(7 - last + 5)}, 0xea;"]
+        made += [*_less(7 - last + 5, "l"), "add.rn.bf16x2 p, p, l;"]
+    return made
+
+
+def _program(lines: list[str], outputs: int, words: int, halves: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX, and the kinds of its operands: outputs of 16 bits, words, halves."""
+    text = "{\n.reg .b32 w, v, c, l, k, p, s, z;\n" + "\n".join(lines) + "\n}"
+    return tl.constexpr(text), tl.constexpr(",".join(["=h"] * outputs + ["r"] * words + ["h"] * halves))
+
+
+def _decoder(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """Of a word, the word of its lowest bits, and s t and z of each i -> weights (i, e)."""
+    pairs = {8: 2, 4: 4}.get(bits, 8)
+    first = 2 * pairs
+    lines = [f"mov.b32 w, ${first};", f"mov.b32 v, ${first + 1};"]
+    for i in range(pairs):
+        s, z = first + 2 + i, first + 2 + pairs + i
+        lines += [f"mov.b32 s, {{${s}, ${s}}};", f"mov.b32 z, {{${z}, ${z}}};", *_pair(i, bits)]
+        lines += ["sub.rn.bf16x2 p, p, z;", "mul.rn.bf16x2 p, p, s;", f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p;"]
+    return _program(lines, first, 2, first)
+
+
+def _levels() -> tuple[tl.constexpr, tl.constexpr]:
+    """Of four e4m3 scales, four zero points, t and the middle -> four s t and four z less the middle, bfloat16.
+
+    A scale's bits are put where a bfloat16 has the end of its exponent and the start of its mantissa: s 2^-120."""
+    lines = ["mov.b32 s, {$10, $10};", "mov.b32 z, {$11, $11};"]
+    for odd in (0, 1):
+        lines += [f"{('shl', 'shr')[odd]}.b32 p, $8, 4;".replace("shr.b32", "shr.u32"), "and.b32 p, p, 0x0ff00ff0;"]
+        lines += [f"mov.b32 k, {_bf16x2(120)};", "mul.rn.bf16x2 p, p, k;", "mul.rn.bf16x2 p, p, s;"]
+        lines += [f"mov.b32 {{${odd}, ${2 + odd}}}, p;"]
+        lines += [f"shr.u32 p, $9, {8 * odd};", *_bytes("p"), "sub.rn.bf16x2 p, p, z;"]
+        lines += [f"mov.b32 {{${4 + odd}, ${6 + odd}}}, p;"]
+    return _program(lines, 8, 2, 2)
+
+
+_TWO, _TWO_KINDS = _decoder(2)
+_THREE, _THREE_KINDS = _decoder(3)
+_FOUR, _FOUR_KINDS = _decoder(4)
+_EIGHT, _EIGHT_KINDS = _decoder(8)
+_LEVELS, _LEVELS_KINDS = _levels()
+
+
+@triton.jit
+def _levels_of(scales, zeros, t, middle):
+    return tl.inline_asm_elementwise(
+        _LEVELS, _LEVELS_KINDS, [scales, zeros, t, middle], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _decoded_eight(words, s0, s1, z0, z1):
+    return tl.inline_asm_elementwise(
+        _EIGHT, _EIGHT_KINDS, [words, words, s0, s1, z0, z1], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _decoded_four(words, s0, s1, s2, s3, z0, z1, z2, z3):
+    return tl.inline_asm_elementwise(
+        _FOUR, _FOUR_KINDS, [words, words, s0, s1, s2, s3, z0, z1, z2, z3],
+        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _decoded_few(words, low, s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4, z5, z6, z7, BITS: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        _TWO if BITS == 2 else _THREE, _TWO_KINDS if BITS == 2 else _THREE_KINDS,
+        [words, low, s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4, z5, z6, z7],
+        dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _levels_by_input(levels, t, MIDDLE: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """s t and z of each 16 inputs, eight [ROWS] each."""
+    middle = tl.full((ROWS,), MIDDLE, tl.bfloat16)
+    if P == 1:
+        both = levels.reshape(ROWS).to(tl.int32)
+        a, b, c, d, e, f, g, h = _levels_of(both, both >> 8, t, middle)
+        return a, a, a, a, a, a, a, a, e, e, e, e, e, e, e, e
+    elif P == 2:
+        both = levels.reshape(ROWS)
+        a, b, c, d, e, f, g, h = _levels_of(both, both >> 16, t, middle)
+        return a, a, a, a, b, b, b, b, e, e, e, e, f, f, f, f
+    elif P == 4:
+        scales, zeros = levels.split()
+        a, b, c, d, e, f, g, h = _levels_of(scales, zeros, t, middle)
+        return a, a, b, b, c, c, d, d, e, e, f, f, g, g, h, h
+    else:
+        first, other = levels.reshape(ROWS, 2, 2).split()
+        scales, zeros = first.split()
+        a, b, c, d, e, f, g, h = _levels_of(scales, zeros, t, middle)
+        scales, zeros = other.split()
+        i, j, k, q, m, n, o, p = _levels_of(scales, zeros, t, middle)
+        return a, b, c, d, i, j, k, q, e, f, g, h, m, n, o, p
+
+
+@triton.jit
+def _of_words(s, ROWS: tl.constexpr, H: tl.constexpr):
+    """[ROWS, H] of each h, or [ROWS], -> [ROWS, 8 H], of words."""
+    return s.reshape(ROWS, 1, H).broadcast_to(ROWS, 8, H).reshape(ROWS, 8 * H)
+
+
+@triton.jit
+def _joined(a, b, c, d, e, f, g, h):
+    """Eight, by i -> [.., 2, 2, 2], the upper bit first."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def weights(words, low, levels, t, BITS: tl.constexpr, P: tl.constexpr, MIDDLE: tl.constexpr, ROWS: tl.constexpr):
+    """bf16((q - z) s t) [ROWS, 128] of words, each row of another output or other 128 inputs.
+
+    words, low: int32 [ROWS, 4 width]; low [ROWS, 4] where there are three bits. levels: int32 [ROWS, P / 2], or int16
+    [ROWS, 1]. t: bfloat16 [ROWS]."""
+    s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4, z5, z6, z7 = _levels_by_input(levels, t, MIDDLE, P, ROWS)
+    if BITS == 8:
+        s_even, s_odd = tl.join(tl.join(s0, s4), tl.join(s2, s6)), tl.join(tl.join(s1, s5), tl.join(s3, s7))
+        z_even, z_odd = tl.join(tl.join(z0, z4), tl.join(z2, z6)), tl.join(tl.join(z1, z5), tl.join(z3, z7))
+        a0, a1, b0, b1 = _decoded_eight(
+            words, _of_words(s_even, ROWS, 4), _of_words(s_odd, ROWS, 4),
+            _of_words(z_even, ROWS, 4), _of_words(z_odd, ROWS, 4),
+        )  # fmt: skip
+        y = tl.join(tl.join(a0, b0), tl.join(a1, b1)).reshape(ROWS, 4, 2, 4, 2, 2)  # t, f, h, i', e
+        y = y.permute(0, 3, 4, 2, 1, 5)
+    elif BITS == 4:
+        a0, a1, b0, b1, c0, c1, d0, d1 = _decoded_four(
+            words, _of_words(tl.join(s0, s4), ROWS, 2), _of_words(tl.join(s1, s5), ROWS, 2),
+            _of_words(tl.join(s2, s6), ROWS, 2), _of_words(tl.join(s3, s7), ROWS, 2),
+            _of_words(tl.join(z0, z4), ROWS, 2), _of_words(tl.join(z1, z5), ROWS, 2),
+            _of_words(tl.join(z2, z6), ROWS, 2), _of_words(tl.join(z3, z7), ROWS, 2),
+        )  # fmt: skip
+        first = tl.join(tl.join(a0, c0), tl.join(b0, d0))
+        other = tl.join(tl.join(a1, c1), tl.join(b1, d1))
+        y = tl.join(first, other).reshape(ROWS, 4, 2, 2, 2, 2, 2)  # t, f, h, i' (upper bit first), e
+        y = y.permute(0, 3, 4, 5, 2, 1, 6)
+    else:
+        if BITS == 3:
+            lowest = tl.join(low, low >> 8).reshape(ROWS, 8)
+        else:
+            lowest = words
+        a0, a1, b0, b1, c0, c1, d0, d1, e0, e1, f0, f1, g0, g1, h0, h1 = _decoded_few(
+            words, lowest, _of_words(s0, ROWS, 1), _of_words(s1, ROWS, 1), _of_words(s2, ROWS, 1),
+            _of_words(s3, ROWS, 1), _of_words(s4, ROWS, 1), _of_words(s5, ROWS, 1), _of_words(s6, ROWS, 1),
+            _of_words(s7, ROWS, 1), _of_words(z0, ROWS, 1), _of_words(z1, ROWS, 1), _of_words(z2, ROWS, 1),
+            _of_words(z3, ROWS, 1), _of_words(z4, ROWS, 1), _of_words(z5, ROWS, 1), _of_words(z6, ROWS, 1),
+            _of_words(z7, ROWS, 1), BITS,
+        )  # fmt: skip
+        first = _joined(a0, b0, c0, d0, e0, f0, g0, h0)
+        other = _joined(a1, b1, c1, d1, e1, f1, g1, h1)
+        y = tl.join(first, other).reshape(ROWS, 4, 2, 2, 2, 2, 2)  # t, f, i (upper bit first), e
+        y = y.permute(0, 3, 4, 5, 2, 1, 6)
+    return y.reshape(ROWS, _STEP)
+
+
+@triton.jit
+def loaded(w, low, s, t, block, output, BITS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr,
+           BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`weights` [BN, BK] of descriptors (`Words.descriptors`) and t [BN], from 128 inputs `block` on."""
+    U: tl.constexpr = BK // _STEP
+    P: tl.constexpr = max(1, _STEP // GROUP)
+    C: tl.constexpr = max(1, P // 2)
+    L: tl.constexpr = 2 if BITS == 3 else BITS
+    words = w.load([block, output, 0]).permute(1, 0, 2).reshape(BN * U, 4 * L)
+    lowest = low.load([block, output, 0]).permute(1, 0, 2).reshape(BN * U, 4) if BITS == 3 else None
+    levels = s.load([block * C, output]).reshape(U, C, BN).permute(2, 0, 1).reshape(BN * U, C)
+    steps = t[:, None].broadcast_to(BN, U).reshape(BN * U)
+    return weights(words, lowest, levels, steps, BITS, P, MIDDLE, BN * U).reshape(BN, BK)
+
+
+@triton.jit
+def _decode(w, low, s, t_ptr, y_ptr, N, K, BITS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr,
+            BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    output, block = tl.program_id(0) * BN, tl.program_id(1)
+    outputs = output + tl.arange(0, BN)
+    there = outputs < N
+    t = tl.load(t_ptr + outputs, mask=there, other=0.0)
+    y = loaded(w, low, s, t, block, output, BITS, GROUP, MIDDLE, BN, BK)
+    at = outputs.to(tl.int64)[:, None] * K + block * _STEP + tl.arange(0, BK)[None, :]
+    tl.store(y_ptr + at, y, mask=there[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """A weight [N, K] with zero points, as it is multiplied.
+
+    Attributes:
+      codes: int32 [K/128, N, 4 width]; of three bits, the upper two.
+      low: int32 [K/128, N, 4], the lowest bits of three; None: other widths.
+      levels: scales and zero points (`levels_of`).
+      steps: t of each output, bfloat16 [N].
+      bits: of a code.
+      group: inputs per scale: 16, 32, 64, or a multiple of 128.
+      middle: what a code stands for above its first step, in steps of eight bits.
+    """
+
+    codes: torch.Tensor
+    low: torch.Tensor | None
+    levels: torch.Tensor
+    steps: torch.Tensor
+    bits: int
+    group: int
+    middle: int
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return self.codes.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.codes.shape[0] * split_k.STEP
+
+    def descriptors(self, bn: int, bk: int) -> tuple[Any, Any, Any]:
+        """Of tiles of bn outputs and bk inputs: codes, low, levels."""
+        blocks, c = bk // split_k.STEP, self.levels.shape[1]
+        words, low = (
+            None if part is None else TensorDescriptor.from_tensor(part, [blocks, bn, part.shape[2]])
+            for part in (self.codes, self.low)
+        )
+        return words, low, TensorDescriptor.from_tensor(self.levels.view(-1, self.outputs), [blocks * c, bn])
+
+    def decoded(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """bf16((q - z) s t), [N, K] (out, where it is given)."""
+        n, k, bn = self.outputs, self.inputs, 64
+        y = torch.empty((n, k), dtype=torch.bfloat16, device=self.codes.device) if out is None else out
+        _decode[(triton.cdiv(n, bn), k // split_k.STEP)](
+            *self.descriptors(bn, split_k.STEP), self.steps, y, n, k,
+            BITS=self.bits, GROUP=self.group, MIDDLE=self.middle, BN=bn, BK=split_k.STEP, num_warps=4,
+        )  # fmt: skip
+        return y
+
+
+# By the most rows: (rows, outputs, inputs, warps, stages). Not measured; of tiles that need no memory beside registers.
+_TILES = {
+    16: (16, 64, 256, 4, 5),
+    32: (32, 64, 256, 4, 4),
+    64: (64, 64, 128, 4, 4),
+    128: (128, 64, 128, 4, 4),
+    256: (128, 128, 128, 8, 3),
+    512: (128, 128, 128, 8, 3),
+}
+
+
+def tile_of(m: int, k: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
+    """(rows, outputs, inputs, warps, stages); two blocks of inputs at a time where every part has whole pairs."""
+    rows, outputs, inputs, warps, stages = _TILES[max(min(_TILES), min(max(_TILES), triton.next_power_of_2(m)))]
+    pairs = all((end - first) % 256 == 0 for first, end in split_k.cuts(k, splits))
+    return rows, outputs, inputs if pairs and bits != 8 else split_k.STEP, warps, stages
+
+
+def interleaved(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """uint8 [N, K width/8] as published, the first code lowest -> int32 [K/128, N, 4 width] (module docstring)."""
+    n = packed.shape[0]
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    codes = (packed.unsqueeze(-1) >> shifts) & (2**width - 1)
+    shape = {8: (4, 2), 4: (2, 4), 2: (1, 8), 1: (1, 8)}[width]  # h, i'
+    codes = codes.reshape(n, -1, *shape, 2, 4, 2)  # row, block, h, i', f, t, e
+    h, i, f, t, e = range(2, 7)
+    inner = (f, h, e, i) if width > 1 else (h, e, f, i)
+    codes = codes.permute(1, 0, t, *inner).reshape(codes.shape[1], n, 4 * width, 32 // width)
+    out = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=packed.device)
+    for place in range(32 // width):
+        out |= codes[..., place].to(torch.int32) << width * place
+    return out
+
+
+def levels_of(scales: torch.Tensor, zeros: torch.Tensor, inputs: int) -> torch.Tensor:
+    """e4m3 and uint8 [N, K/G] -> int32 [K/128, P / 2, N], or int16 [K/128, 1, N] where 128 inputs share one."""
+    n, groups = scales.shape
+    blocks, group = inputs // split_k.STEP, inputs // groups
+    both = torch.stack([scales.view(torch.uint8), zeros], dim=1)  # row, kind, group
+    if group > split_k.STEP:
+        both = both.repeat_interleave(group // split_k.STEP, dim=2)
+    both = both.reshape(n, 2, blocks, -1).permute(2, 0, 1, 3).reshape(blocks, n, -1).contiguous()
+    words = both.view(torch.int16 if both.shape[-1] == 2 else torch.int32)
+    return words.transpose(1, 2).contiguous()

@@ -1,0 +1,112 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One arithmetic: weights with zero points on CUDA, under Triton's interpreter on a CPU, their assembly included."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.reference.forks import ASSEMBLED, INTERPRETED, forks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# Codes, zero points and scales of every kind, and the float32 weight that a formula gives.
+MADE = """
+from qarl_bridge.engine.cuda import asym_ops as own, ops
+FLOAT = tl.float32
+
+def packed(codes, width):
+    lanes = codes.view(len(codes), -1, 8 // width) << width * torch.arange(8 // width)
+    return lanes.sum(-1).to(torch.uint8)
+
+def made(n, k, bits, group, middle=0):
+    torch.manual_seed(n + k + bits + group)
+    codes = torch.randint(0, 2**bits, (n, k))
+    zeros = torch.randint(0, 256, (n, k // group))
+    scales = torch.randint(1, 127, (n, k // group)).to(torch.uint8).view(torch.float8_e4m3fn)
+    steps = 2.0 ** -torch.randint(3, 12, (n,))
+    planes = {3: ((codes >> 1, 2), (codes & 1, 1))}.get(bits, ((codes, bits),))
+    words = [own.interleaved(packed(*plane), plane[1]) for plane in planes] + [None]
+    levels = own.levels_of(scales, zeros.to(torch.uint8), k)
+    held = own.Words(words[0], words[1], levels, steps.bfloat16(), bits, group, middle)
+    places = (codes << 8 - bits) + middle - zeros.repeat_interleave(group, 1)
+    return held, (places * (scales.float() * steps[:, None]).repeat_interleave(group, 1)).bfloat16().float()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a program in a process of its own."""
+    with forks(INTERPRETED + ASSEMBLED + MADE, tmp_path_factory.mktemp("programs")) as forked:
+        yield forked
+
+
+@pytest.mark.parametrize(("bits", "middle"), [(2, 0), (2, 32), (3, 0), (4, 0), (4, 8), (8, 0)])
+def test_words_are_decoded_to_what_they_stand_for(run, bits, middle):
+    run(f"""
+        for group in (16, 32, 64, 128, 256):
+            words, want = made(72, 512, {bits}, group, {middle})
+            assert words.outputs == 72 and words.inputs == 512
+            assert torch.equal(words.decoded().float(), want), group
+            held = sum(x.numel() * x.element_size() for x in (words.codes, words.low, words.levels) if x is not None)
+            assert held == 72 * 512 * {bits} // 8 + 72 * 2 * 512 // min(group, 128)
+    """)
+
+
+def test_products_in_parts_and_blocks_of_any_size_are_of_what_words_stand_for(run):
+    run("""
+        m, n, k = 70, 192, 1536
+        x = torch.randn(m, k)
+        for bits, group in ((2, 32), (3, 64)):
+            words, weight = made(n, k, bits, group)
+            want = x.double() @ weight.double().t()
+            bound = 1e-6 * (x.abs() @ weight.abs().t())
+            for tile in ((16, 64, 256, 4, 2), (32, 64, 128, 4, 2), (128, 128, 128, 8, 2)):
+                for split in (False, True):
+                    found = ops.product(x, words, splits=2, split=split, tile=tile, out_dtype=torch.float32)
+                    assert ((found - want).abs() <= bound).all(), (tile, split)
+            assert own.tile_of(1, k, bits, 2)[2] == 256 and own.tile_of(1, 1280, bits, 2)[2] == 128
+            bias = torch.randn(n).bfloat16()
+            found = ops.product(x[3:4], words, bias=bias, out_dtype=torch.float32)
+            assert ((found - want[3:4] - bias.double()).abs() <= bound[3:4]).all()
+    """)
+
+
+def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
+    """Compiled for one without one: decoded in registers, no weight goes through shared memory, no sum outside."""
+    run_compiled = """
+        import re
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from qarl_bridge.engine.cuda import ops
+
+        kernel = ops._product
+        for bits, group, (bm, bn, bk, warps, stages) in (
+            (2, 32, (16, 64, 256, 4, 5)), (2, 128, (128, 128, 128, 8, 3)), (3, 64, (16, 64, 256, 4, 5)),
+            (4, 16, (32, 64, 256, 4, 4)), (8, 32, (16, 64, 128, 4, 5)),
+        ):
+            blocks, groups = bk // 128, max(1, 128 // group)
+            tile = lambda words: f"tensordesc<i32[{blocks}, {bn}, {words}]>"
+            levels = f"tensordesc<{'i16' if groups == 1 else 'i32'}[{blocks * max(1, groups // 2)}, {bn}]>"
+            names = dict(x=f"tensordesc<bf16[{bm}, {bk}]>", w=tile(8 if bits == 3 else 4 * bits), s=levels,
+                         t_ptr="*bf16", y_ptr="*bf16", partial_ptr="*fp32", done_ptr="*i32", M="i32", N="i32", K="i32")
+            static = dict(PARTS=1, BITS=bits, GROUP=group, ZEROS=True, MIDDLE=0, SPLIT=False, FACTOR=False, BIAS=False,
+                          BM=bm, BN=bn, BK=bk, f_ptr=None, b_ptr=None)
+            (names if bits == 3 else static)["low"] = tile(4) if bits == 3 else None
+            signature = names | dict.fromkeys(static, "constexpr")
+            values = {(kernel.arg_names.index(name),): value for name, value in static.items()}
+            source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+            options = dict(num_warps=warps, num_stages=stages)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            ptx, graph = made.asm["ptx"], made.asm["ttgir"]
+            assert f"wgmma.mma_async.sync.aligned.m64n{bm}k16.f32.bf16.bf16" in ptx, bits
+            assert "add.f32" not in ptx and "add.rn.f32" not in ptx, bits
+            loop = graph[graph.index("scf.for") : graph.index("scf.yield")]
+            assert "convert_layout" not in loop and "local_store" not in loop, bits
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(run_compiled)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,48 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Nested-precision RL: one policy sampled at two bits, trained and evaluated at several widths of its 8-bit grid."""
+
+import pytest
+
+from qarl_jax import train
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+LOW = {"forward": "w2a16_midpoint:g32"}
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_path):
+    world = tiny.World(tmp_path).changed(
+        quant=LOW, train={"widths": [8, 2]}, eval={"widths": [8, 4], "every": 1, "at_start": True}
+    )
+    assert train.main(world.command()) == 0
+    first, second = world.records()
+    for line in (first, second):
+        assert line["mismatch/k3"] < 1e-9  # the sampler is back at two bits after each evaluation
+        assert line["w8/mismatch/k3"] > 1e-6  # which the slice of eight bits did not sample
+        assert line["w8/loss/total"] != line["loss/total"]
+        assert {f"{name}/reward/mean" for name in ("eval", "eval_w8", "eval_w4")} <= line.keys()
+    starts, *later = world.records("eval")
+    assert "eval_w8/reward/mean" in starts
+    assert len(later) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quant": {"forward": "w4a16:g32"}, "train": {"widths": [8, 4]}}, "w4a16:g32 has one width: train under"),
+        ({"quant": {"forward": "bf16"}, "eval": {"widths": [8]}}, "are of a low-bit policy: set quant.forward="),
+        ({"quant": LOW, "train": {"widths": [8, 3]}}, "has no slice of 3 bits: choose 8, 4, 2"),
+        ({"quant": LOW, "train": {"widths": [8, 4]}}, r"leaves out that of quant.forward=w2a16_midpoint:g32: add it"),
+        ({"quant": LOW, "train": {"widths": [2, 2]}}, "named twice"),
+        ({"quant": LOW | {"rollout": "w4a16_midpoint:g32"}, "eval": {"widths": [8]}}, "neither lora nor another"),
+        (
+            {"quant": LOW, "eval": {"widths": [8]}, "rollout": {"engine": {"name": "vllm"}}},
+            "sample with rollout.engine",
+        ),
+    ],
+)
+def test_widths_that_a_run_cannot_have_are_refused_in_one_sentence(changes, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        _ = tiny.World(tmp_path).changed(**changes).config
