@@ -64,6 +64,15 @@ def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics)
     return x.shape[0] // split[0] >= LEAST_ROWS
 
 
+def serves_gradient(codes: jax.Array, dtype: Any, numerics: Numerics) -> bool:
+    """Tells whether the kernel is to take a product of a low-bit backward of int8 `codes` [M, K], rounded to `dtype`.
+
+    All of it lies on one device then, for a mesh cuts what is contracted.
+    """
+    is_int8 = codes.dtype == jnp.int8 and dtype == jnp.bfloat16
+    return is_int8 and numerics.own_kernels and is_hopper() and on_one_device()
+
+
 def _split(rows: int, outputs: int) -> tuple[int, int] | None:
     """Into how many parts the mesh in force cuts rows and outputs; None: it does not divide them, or is not known."""
     if on_one_device():
