@@ -31,6 +31,11 @@ def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
     for dim, size in enumerate(shape):
         stride = jnp.uint32(math.prod(shape[dim + 1 :]) % 2**32)
         h = h + jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * stride if size > 1 else h
+    return hashed(h)
+
+
+def hashed(h: UInt32[Array, "*S"]) -> UInt32[Array, "*S"]:
+    """The bits of `random_bits` for sums of a seed and a position."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
     return h
@@ -60,3 +65,24 @@ def rounding_seed(count: Any, number: int, first: Any = None) -> Array:
     # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.
     seed = jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
     return seed if first is None else seed + first
+
+
+def to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
+    """float32 in [-127, 127] -> the integer below or above, so that its mean is x. bits: 32 random ones each."""
+    low = jnp.floor(x)
+    up = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < x - low
+    return (low + up.astype(jnp.float32)).astype(jnp.int8)
+
+
+def to_e4m3(x: Float[Array, "*S"], bits: Array) -> Array:
+    """float32 in [-448, 448] -> the float8 below or above, so that its mean is x. bits: as in `to_int8`.
+
+    3 bits of mantissa are kept; below 2^-6 the grid is the multiples of 2^-9.
+    """
+    raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> jnp.uint32(12))
+    normal = jax.lax.bitcast_convert_type(raised & jnp.uint32(0xFFF00000), jnp.float32)
+    fraction = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+    scaled = x * 512.0
+    low = jnp.floor(scaled)
+    subnormal = (low + (fraction < scaled - low).astype(jnp.float32)) * (1.0 / 512.0)
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)

@@ -32,15 +32,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from qarl_jax.kernels import rounding_triton
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide
-from qarl_jax.numerics.stochastic import random_bits, rounding_seed
+from qarl_jax.numerics.stochastic import random_bits, rounding_seed, to_e4m3, to_int8
 from qarl_jax.quant.contractions import codes_product
 from qarl_jax.quant.qtensor import QTensor
 
@@ -81,24 +82,6 @@ def layer_seeds(root: Any, number: int, layers: int) -> Array:
     return random_bits((layers,), rounding_seed(root, number + 1))
 
 
-def _to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
-    """The integer below or above."""
-    low = jnp.floor(x)
-    up = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < x - low
-    return (low + up.astype(jnp.float32)).astype(jnp.int8)
-
-
-def _to_e4m3(x: Float[Array, "*S"], bits: Array) -> Array:
-    """The neighbour below or above: 3 bits of mantissa, or below 2^-6 multiples of 2^-9."""
-    raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> jnp.uint32(12))
-    normal = jax.lax.bitcast_convert_type(raised & jnp.uint32(0xFFF00000), jnp.float32)
-    fraction = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
-    scaled = x * 512.0
-    low = jnp.floor(scaled)
-    subnormal = (low + (fraction < scaled - low).astype(jnp.float32)) * (1.0 / 512.0)
-    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
-
-
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """Codes of a format: their dtype, the largest one, and how a float32 of at most its magnitude is rounded."""
@@ -109,9 +92,16 @@ class Grid:
 
 
 GRIDS: dict[str, Grid] = {
-    "int8": Grid(jnp.int8, 127.0, _to_int8),
-    "fp8": Grid(jnp.float8_e4m3fn, 448.0, _to_e4m3),
+    "int8": Grid(jnp.int8, 127.0, to_int8),
+    "fp8": Grid(jnp.float8_e4m3fn, 448.0, to_e4m3),
 }
+
+
+def _scales(x: Float[Array, "A B"], axis: int, grid: Grid) -> tuple[Array, Array]:
+    """Scales of float32 x along `axis`, [A, 1] or [1, B], and what they divide as factors."""
+    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), _TINY)
+    largest = jnp.full_like(amax, grid.largest)
+    return divide(amax, largest), divide(largest, amax)
 
 
 def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[Array, Array]:
@@ -121,10 +111,48 @@ def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[
       axis: that along which x will be contracted, and which shares a scale.
       seed: uint32 scalar.
     """
-    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), _TINY)
-    largest = jnp.full_like(amax, grid.largest)
-    y = jnp.clip(x * divide(largest, amax), -grid.largest, grid.largest)
-    return grid.rounded(y, random_bits(x.shape, seed)), divide(amax, largest)
+    scale, inverse = _scales(x, axis, grid)
+    y = jnp.clip(x * inverse, -grid.largest, grid.largest)
+    return grid.rounded(y, random_bits(x.shape, seed)), scale
+
+
+class _Contraction(NamedTuple):
+    """A way in which a matrix [A, B] is contracted, and so coded.
+
+    Attributes:
+      axis: that is contracted; what is left has a scale each.
+      factor: float32 [1, B] or [A, 1], by which the contracted elements are multiplied first; None: by nothing.
+      seed: uint32 scalar.
+    """
+
+    axis: int
+    factor: Any
+    seed: Any
+
+
+def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contraction) -> list[tuple[Array, Array]]:
+    """Codes of x for each of some contractions, with the contracted axis last, and float32 scales [.., 1]."""
+    wide = x.astype(jnp.float32)
+    scaled = [wide if way.factor is None else wide * way.factor for way in ways]
+
+    def plain(x: Array) -> list[Array]:
+        del x
+        made = [codes_of(y, way.axis, grid, way.seed)[0] for y, way in zip(scaled, ways, strict=True)]
+        return [codes if way.axis else codes.T for codes, way in zip(made, ways, strict=True)]
+
+    def kernel(x: Array, **options: Any) -> list[Array]:
+        along = [
+            rounding_triton.Along(
+                way.axis, jnp.ones((x.shape[way.axis],)) if way.factor is None else way.factor, inverse, way.seed
+            )
+            for way, (_, inverse) in zip(ways, scales, strict=True)
+        ]
+        return rounding_triton.codes(x, along, grid.rounded, grid.dtype, grid.largest, **options)
+
+    scales = [_scales(y, way.axis, grid) for y, way in zip(scaled, ways, strict=True)]
+    platforms = {"cuda": kernel} if rounding_triton.serves(numerics) else {}
+    made = jax.lax.platform_dependent(x, default=plain, **platforms)
+    return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
 
 
 def _held(operand: Any, grid: Grid) -> tuple[Array, Array] | None:
@@ -138,29 +166,13 @@ def _held(operand: Any, grid: Grid) -> tuple[Array, Array] | None:
 
 
 def _values(operand: Any) -> Array:
-    """float32 [C, F]."""
+    """Any float [C, F]."""
     if isinstance(operand, QTensor):
         return operand.scheme.dequantize(operand)
     if isinstance(operand, tuple):
         codes, scale = operand
         return codes.astype(jnp.float32) * scale
-    return operand.astype(jnp.float32)
-
-
-def _product(dy: Array, axis: int, operand: Any, dtype: Any, backward: Backward, numerics: Numerics) -> Array:
-    """float32 dy, whose `axis` of size C is contracted with an operand [C, F] -> [R, F] in `dtype`."""
-    grid = GRIDS[backward.format]
-    seeds = random_bits((2,), backward.seed)
-    if (held := _held(operand, grid)) is not None:
-        codes, along = held
-        dy, scale = dy * (along if axis == 0 else along.T), jnp.ones((codes.shape[1],), jnp.float32)
-    else:
-        codes, columns = codes_of(_values(operand), 0, grid, seeds[1])
-        scale = columns[0]
-    of_dy, rows = codes_of(dy, axis, grid, seeds[0])
-    if axis == 0:
-        of_dy, rows = of_dy.T, rows.T
-    return codes_product(of_dy, rows, codes.T, scale, dtype, numerics)
+    return operand
 
 
 def gradients(
@@ -175,7 +187,19 @@ def gradients(
       master: dtype of the master.
       numerics: whether a GPU may take kernels of ours.
     """
-    wide = dy.astype(jnp.float32)
-    dx = _product(wide, 1, weight, dy.dtype, backward.part(0, 2), numerics)
-    dw = _product(wide, 0, used, master, backward.part(1, 2), numerics)
+    grid, seeds = GRIDS[backward.format], random_bits((4,), backward.seed)
+    others, ways = [], []
+    for axis, operand in ((1, weight), (0, used)):
+        if (held := _held(operand, grid)) is not None:
+            codes, along = held
+            others.append((codes.T, jnp.ones((codes.shape[1], 1), jnp.float32)))
+            ways.append(_Contraction(axis, along if axis == 0 else along.T, seeds[axis]))
+        else:
+            others += _coded(_values(operand), grid, numerics, _Contraction(0, None, seeds[2 + axis]))
+            ways.append(_Contraction(axis, None, seeds[axis]))
+    made = _coded(dy, grid, numerics, *ways)
+    dx, dw = (
+        codes_product(*of_dy, codes, scale[:, 0], dtype, numerics)
+        for of_dy, (codes, scale), dtype in zip(made, others, (dy.dtype, master), strict=True)
+    )
     return dx, dw
