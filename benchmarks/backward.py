@@ -133,7 +133,7 @@ def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
         config = models.read_config(
             args.model, compute_dtype="bfloat16", quant=models.parse_rules(scheme, args.group_size), remat="full"
         )
-        params = models.load_masters(args.model, config)
+        _, params = models.load_masters(args.model, config)
         made: dict[str, Any] = {}
         for form, updates in (("bf16", 0), ("int8", 0), ("int8", 1), ("fp8", 0), ("fp8", 1)):
             name = f"{form}.{updates}"

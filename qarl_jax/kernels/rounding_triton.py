@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.stochastic import hashed
@@ -59,7 +59,7 @@ def serves(numerics: Numerics) -> bool:
 
 
 def codes(
-    x: Float[Array, "A B"],
+    x: Num[Array, "A B"],
     along: Sequence[Along],
     rounded: Callable[[Array, Array], Array],
     dtype: Any,
@@ -71,7 +71,7 @@ def codes(
     """Codes of x in each direction: [A, B] along rows, and [B, A] along columns.
 
     Args:
-      x: bfloat16 or float32.
+      x: floats, or codes.
       rounded: of float32 of at most `largest` and random bits to `dtype` (`stochastic.to_int8`).
       interpret: without a GPU, step by step (tests).
     """
@@ -92,16 +92,42 @@ def codes(
     return list(made)
 
 
-def _kernel(*refs: Any, tile: Tile, rounded: Any, largest: float, by: tuple[bool, ...]) -> None:
-    """refs: x, then factor, inverse and seed of each direction, then its codes. by: whether each goes along columns."""
-    x_ref, outs = refs[0], refs[1 + 3 * len(by) :]
-    a, b = x_ref.shape
+def transposed(x: Num[Array, "A B"], *, tile: Tile = Tile(), interpret: bool = False) -> Num[Array, "B A"]:
+    """x, columns contiguous."""
+    a, b = x.shape
+    return pl.pallas_call(
+        functools.partial(_transpose_kernel, tile=tile),
+        grid=(pl.cdiv(a, tile.m), pl.cdiv(b, tile.n)),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        out_shape=jax.ShapeDtypeStruct((b, a), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="transposed_codes",
+    )(x)
+
+
+def _place(shape: tuple[int, int], tile: Tile) -> tuple[Array, Array, Array, tuple[Array, Array]]:
+    """Rows and columns of this program's tile, which of it lies inside, and the rows and columns to read."""
+    a, b = shape
     row = pl.program_id(0) * tile.m + jnp.arange(tile.m, dtype=jnp.int32)
     column = pl.program_id(1) * tile.n + jnp.arange(tile.n, dtype=jnp.int32)
     inside = (row < a)[:, None] & (column < b)[None]
-    at = jnp.minimum(row, a - 1), jnp.minimum(column, b - 1)  # those outside are read again, not written
+    return row, column, inside, (jnp.minimum(row, a - 1), jnp.minimum(column, b - 1))
+
+
+def _transpose_kernel(x_ref: Any, out_ref: Any, *, tile: Tile) -> None:
+    row, column, inside, (rows, columns) = _place(x_ref.shape, tile)
+    x = plgpu.load(x_ref.at[rows[:, None], columns[None]])
+    plgpu.store(out_ref.at[column[:, None], row[None]], x.T, mask=inside.T)
+
+
+def _kernel(*refs: Any, tile: Tile, rounded: Any, largest: float, by: tuple[bool, ...]) -> None:
+    """refs: x, then factor, inverse and seed of each direction, then its codes. by: whether each goes along columns."""
+    x_ref, outs = refs[0], refs[1 + 3 * len(by) :]
+    row, column, inside, at = _place(x_ref.shape, tile)  # what is outside is read again, and not written
     x = plgpu.load(x_ref.at[at[0][:, None], at[1][None]]).astype(jnp.float32)
-    place = row[:, None].astype(jnp.uint32) * jnp.uint32(b) + column[None].astype(jnp.uint32)
+    place = row[:, None].astype(jnp.uint32) * jnp.uint32(x_ref.shape[1]) + column[None].astype(jnp.uint32)
 
     def of_rows(ref: Any) -> Array:
         return plgpu.load(ref.at[at[0]])[:, None]

@@ -46,7 +46,8 @@ from qarl_jax.quant.contractions import codes_product
 from qarl_jax.quant.qtensor import QTensor
 
 Format = Literal["int8", "fp8"]
-BACKWARDS = ("bf16", "fp8", "int8")
+KERNELS = {"bf16": "", "int8": "int8", "fp8": "e4m3"}
+"""The `Scheme.kernel` whose products a backward of each format has."""
 _TINY = 2.0**-100  # the least maximum that a scale is made of: its reciprocal is finite
 
 
@@ -155,24 +156,19 @@ def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contr
     return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
 
 
-def _held(operand: Any, grid: Grid) -> tuple[Array, Array] | None:
-    """(codes, scales along the first axis [C, 1]) of an operand [C, F] that the forward has in this format."""
-    if isinstance(operand, QTensor):
-        is_own = bool(operand.scheme.kernel) and operand.codes.dtype == grid.dtype
-        return (operand.codes, operand.scales) if is_own else None
-    if isinstance(operand, tuple) and operand[0].dtype == grid.dtype:
-        return operand
-    return None
+def _transposed(x: Array, numerics: Numerics) -> Array:
+    """Codes [A, B] -> [B, A]. XLA would compute whatever makes them in that layout, and store it so."""
+    platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(numerics) else {}
+    return jax.lax.platform_dependent(x, default=jnp.transpose, **platforms)
 
 
-def _values(operand: Any) -> Array:
-    """Any float [C, F]."""
+def _parts(operand: Any) -> tuple[Array, Array | None]:
+    """An operand [C, F] of a product, as what a forward holds of it, and float32 [C, 1] that its rows are multiplied by
+    or None."""
     if isinstance(operand, QTensor):
-        return operand.scheme.dequantize(operand)
-    if isinstance(operand, tuple):
-        codes, scale = operand
-        return codes.astype(jnp.float32) * scale
-    return operand
+        one_scale = bool(operand.scheme.kernel)
+        return (operand.codes, operand.scales) if one_scale else (operand.scheme.dequantize(operand), None)
+    return operand if isinstance(operand, tuple) else (operand, None)
 
 
 def gradients(
@@ -190,12 +186,12 @@ def gradients(
     grid, seeds = GRIDS[backward.format], random_bits((4,), backward.seed)
     others, ways = [], []
     for axis, operand in ((1, weight), (0, used)):
-        if (held := _held(operand, grid)) is not None:
-            codes, along = held
-            others.append((codes.T, jnp.ones((codes.shape[1], 1), jnp.float32)))
-            ways.append(_Contraction(axis, along if axis == 0 else along.T, seeds[axis]))
+        values, factor = _parts(operand)
+        if factor is not None and values.dtype == grid.dtype:
+            others.append((_transposed(values, numerics), jnp.ones((values.shape[1], 1), jnp.float32)))
+            ways.append(_Contraction(axis, factor if axis == 0 else factor.T, seeds[axis]))
         else:
-            others += _coded(_values(operand), grid, numerics, _Contraction(0, None, seeds[2 + axis]))
+            others += _coded(values, grid, numerics, _Contraction(0, factor, seeds[2 + axis]))
             ways.append(_Contraction(axis, None, seeds[axis]))
     made = _coded(dy, grid, numerics, *ways)
     dx, dw = (

@@ -230,6 +230,9 @@ def test_the_rounding_kernel_gives_xlas_codes(form):
         x, along, grid.rounded, grid.dtype, grid.largest, tile=rounding_triton.Tile(m=32, n=16), interpret=True
     )
     assert_equal_bits(got, [want[0], want[1].T])
+    assert_equal_bits(
+        rounding_triton.transposed(want[0], tile=rounding_triton.Tile(m=16, n=16), interpret=True), want[0].T
+    )
 
 
 @pytest.mark.gpu
