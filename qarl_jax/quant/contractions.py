@@ -150,7 +150,7 @@ def codes_product(
       x: [M, K] int8 or float8_e4m3fn; s_x: float32 [M, 1].
       w: [N, K] of the same dtype; s_w: float32 [N].
       dtype: of the result [M, N].
-      numerics: whether a Hopper GPU may take our kernel, which it does for int8 where all lies on one device.
+      numerics: whether a Hopper GPU may take our kernel, which it does where all lies on one device.
     """
 
     def in_float64(x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
@@ -169,7 +169,8 @@ def codes_product(
         return _stored(s_x * (s_w[None] * acc), dtype)
 
     def kernel(x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array, **options: Any) -> jax.Array:
-        return products.eight_bit(x, s_x, w, s_w[:, None], None, **options)
+        promoted = x.dtype != jnp.int8  # tensor cores alone keep some 14 bits of a float32 sum
+        return products.eight_bit(x, s_x, w, s_w[:, None], None, promoted=promoted, **options)
 
     own = x.shape[1] <= _LONGEST and products.serves_gradient(x, dtype, numerics)
     platforms = {"cuda": kernel} if own else {}

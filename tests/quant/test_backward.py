@@ -17,7 +17,6 @@ from qarl_jax.kernels import products, rounding_triton
 from qarl_jax.quant import backward
 from qarl_jax.quant.backward import GRIDS, Backward
 from qarl_jax.quant.contractions import codes_product
-from qarl_jax.quant.schemes import w8a8
 from tests.reference.one_layer import assert_equal_bits, interpreted, on_hopper
 
 FORMATS = ("int8", "fp8")
@@ -196,14 +195,13 @@ def test_long_sums_of_the_largest_codes_overflow_nowhere(as_elsewhere):
 
 
 @pytest.mark.slow
-def test_a_hopper_gpus_kernel_gives_xlas_bits(monkeypatch):
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     """Interpreted; both gradients in bfloat16, as `train.grad_dtype=bfloat16` has them."""
     x, w, dy = (a.astype(jnp.bfloat16) for a in data())
-    qt = quant.quantize(w, w8a8.Config())
-    used = w8a8.Config().activations(x, numerics=quant.PLAIN)
-    run = functools.partial(
-        backward.gradients, Backward("int8", jnp.uint32(3)), dy, used, qt, jnp.bfloat16, quant.PLAIN
-    )
+    config = quant.parse_scheme("w8a8" if form == "int8" else "fp8")
+    qt, used = quant.quantize(w, config), config.activations(x, numerics=quant.PLAIN)
+    run = functools.partial(backward.gradients, Backward(form, jnp.uint32(3)), dy, used, qt, jnp.bfloat16, quant.PLAIN)
     want = run()
     interpreted(monkeypatch)
     monkeypatch.setattr(rounding_triton, "serves", lambda _: False)
