@@ -118,7 +118,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
         "train.prompts_per_update": prompts // args.updates,
         "train.micro_batch_rows": args.rows,
         "train.row_len": 4 * longest,
-        "train.max_segments": 8,
+        "train.max_segments": max(8, 4 * longest // (PROMPT_LEN + (args.mean_len or longest))),
         "log.samples_per_step": 16,
         "log.sample_tokens": 2 * longest,
     }

@@ -16,8 +16,9 @@ served; every second-hand description leaves open whether the whole model goes t
 scheme to scheme. The error is relative per token: in plain squares a few tokens with activations a thousand times as
 large as the others' outweigh all of the rest.
 
-**Memory.** One layer with its optimizer, and the rows of one update. What flows between layers lies in files, one
-tensor [2, T, D] per row: the two tensors of `Transformer.through`.
+**Memory.** One layer with its optimizer, and the rows of one update. A GPU or TPU holds all rows of a layer where they
+take a quarter of its memory at most. What flows between layers lies in files, one tensor [2, T, D] per row: the two
+tensors of `Transformer.through`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from qarl_jax import models
+from qarl_jax.memory.plan import capacity
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
 from qarl_jax.models.hf.weights import Checkpoint, hf_names, tensor_shapes
@@ -205,13 +207,22 @@ def _write_rows(path: pathlib.Path, rows: Sequence[int], like: Any, batches: Ite
 
 
 class Rows:
-    """The rows of a stream's file, read as they are asked for."""
+    """The rows of a stream's file, read as they are asked for, or all at once into the device's memory.
 
-    def __init__(self, path: pathlib.Path):
+    Args:
+      path: the file.
+      resident: rows [0, resident) are read at once.
+    """
+
+    def __init__(self, path: pathlib.Path, resident: int = 0):
         self.file = safetensors.SafetensorsFile(path)
+        self.whole = self._read(range(resident)) if resident else None
 
     def __call__(self, rows: Sequence[int]) -> jax.Array:
         """[B, 2, T, D]."""
+        return self._read(rows) if self.whole is None else self.whole[np.asarray(rows)]
+
+    def _read(self, rows: Sequence[int]) -> jax.Array:
         return jnp.asarray(np.stack([self.file.tensor(str(row)) for row in rows]))
 
     def like(self) -> Any:
@@ -279,7 +290,9 @@ class Blocks:
         params = read_layer(self.checkpoint, job.config, layer)
         self._send(own, params, layer, "full")
         self._send(served, params, layer, "rounded")
-        low, target = Rows(self.progress.path(layer, "trained")), Rows(self.progress.path(layer + 1, "full"))
+        paths = (self.progress.path(layer, "trained"), self.progress.path(layer + 1, "full"))
+        resident = len(job.train) if 4 * sum(path.stat().st_size for path in paths) < (capacity() or 0) else 0
+        low, target = (Rows(path, resident) for path in paths)
         inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
         losses = []
         for number, config in enumerate(configs):

@@ -128,6 +128,37 @@ def test_a_version_on_a_device_with_a_bad_scale_is_refused(bad):
     assert error.value.code == "tensor"
 
 
+@pytest.mark.parametrize("worst", [1.0, -0.5, 0.0, float("nan")])
+def test_scales_in_e4m3_on_a_device_are_looked_at(worst):
+    torch = pytest.importorskip("torch")
+    import ml_dtypes
+    from qarl_bridge.client import sender
+    from qarl_bridge.protocol import messages
+    from qarl_bridge.protocol.errors import BridgeError
+    from qarl_bridge.server import staged_gpu
+
+    scales = np.zeros((4, 32), np.float32) if worst == 0 else np.linspace(0.25, 448, 128).reshape(4, 32)
+    scales = scales.astype(ml_dtypes.float8_e4m3fn)
+    scales[2, 5] = worst
+    entry = messages.TensorEntry(
+        name="q.weight_scale",
+        dtype="float8_e4m3fn",
+        shape=[4, 32],
+        offset=0,
+        nbytes=128,
+        digest=fingerprint.digest(scales.tobytes()),
+    )
+    manifest = sender.manifest_of([entry], version=1, model=b"m" * 16, scheme=b"s" * 16)
+    raw = scales.tobytes().ljust(sender.align(128), b"\0")
+    buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    copy = staged_gpu.DeviceCopy(manifest, buffer)
+    if worst == 1.0:
+        copy.validate()
+    else:
+        with pytest.raises(BridgeError, match=r"q\.weight_scale"):
+            copy.validate()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("bad", [0, 3, 11, 12, None])
 def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):

@@ -218,6 +218,7 @@ def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after,
         return step(self, params, counted, folder, task)
 
     values = tree(world, f"killed_{after}")
+    monkeypatch.setattr(blocks, "capacity", lambda: 1 << 30)  # rows of a layer are held at once, as on a GPU
     with monkeypatch.context() as patch:
         patch.setattr(updates.Trainer, "fit", killed)
         with pytest.raises(KilledError):

@@ -38,7 +38,8 @@ CACHE: dict[str, Any] = {
 # made so is taken for a run's own.
 FAST = {"jax_disable_most_optimizations": True, "jax_ragged_dot_use_gpu_pallas_triton_lowering": True}
 FAST_FLAG = ("xla_cpu_use_fusion_emitters", False)
-if "QARL_OPTIMIZE" not in os.environ:
+# XLA's compiler for GPUs refuses the flag.
+if "QARL_OPTIMIZE" not in os.environ and "cuda" not in os.environ.get("JAX_PLATFORMS", ""):
     CACHE |= FAST
 AS_A_RUN = {name: jax.config.values[name] for name in FAST}
 _OPTIONS_OF_A_RUN = compiler.get_compile_options

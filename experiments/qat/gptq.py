@@ -1,0 +1,173 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python experiments/qat/gptq.py CONFIG [--folder DIR] [overrides]`: held-out perplexity of GPTQ.
+
+GPTQ (arXiv 2210.17323) in PyTorch, on the rows of a training: Hessians in float64, a layer after the other, inputs from
+the quantized prefix. Columns go by falling diagonal of the Hessian (`act_order`), or in their own order.
+
+The grid is asymmetric, minimum to maximum of a group, with float32 scales and integer zero points. Rounding to nearest
+on this grid stands beside GPTQ. Weights are not rounded to bfloat16, so that scales have more bits than the project's.
+With `--folder` the perplexity of a trained folder follows, as it is and rounded to nearest on this grid.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from qarl_jax import models
+from qarl_jax.qat import command, text
+from qarl_jax.typed_config import load
+
+DAMP = 0.01
+ORDER = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def grid(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points [N, K/G] of a weight [N, K]."""
+    parts = w.reshape(w.shape[0], -1, group)
+    high, low = parts.amax(-1).clamp(min=0), parts.amin(-1).clamp(max=0)
+    scales = ((high - low) / (2**bits - 1)).clamp(min=1e-12)
+    return scales, torch.round(-low / scales)
+
+
+def on_grid(w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest values of the grid; all of one shape."""
+    return (torch.clamp(torch.round(w / scales) + zeros, 0, 2**bits - 1) - zeros) * scales
+
+
+def nearest(w: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """A weight [N, K] rounded to nearest."""
+    scales, zeros = (x.repeat_interleave(group, 1) for x in grid(w, bits, group))
+    return on_grid(w, scales, zeros, bits)
+
+
+def gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_order: bool) -> torch.Tensor:
+    """A weight [N, K] after GPTQ with a Hessian [K, K]; float64."""
+    w, hessian = w.double().clone(), hessian.clone()
+    scales, zeros = (x.repeat_interleave(group, 1) for x in grid(w, bits, group))
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = 1
+    hessian.diagonal().add_(DAMP * hessian.diagonal().mean())
+    order = (
+        torch.argsort(hessian.diagonal(), descending=True) if act_order else torch.arange(w.shape[1], device=w.device)
+    )
+    w, scales, zeros = w[:, order], scales[:, order], zeros[:, order]
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order]))
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    out = torch.empty_like(w)
+    for column in range(w.shape[1]):
+        out[:, column] = on_grid(w[:, column], scales[:, column], zeros[:, column], bits)
+        error = (w[:, column] - out[:, column]) / upper[column, column]
+        w[:, column:] -= error[:, None] * upper[column, column:]
+    return out[:, torch.argsort(order)]
+
+
+@torch.no_grad()
+def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of rows [H, T], first tokens apart."""
+    total = 0.0
+    for row in rows.split(4):
+        logps = torch.log_softmax(model(row, use_cache=False).logits[:, :-1].float(), -1)
+        total -= logps.gather(-1, row[:, 1:, None]).double().sum().item()
+    return math.exp(total / (rows.shape[0] * (rows.shape[1] - 1)))
+
+
+class ReachedError(Exception):
+    """Ends a forward pass whose first layer has been reached."""
+
+
+@torch.no_grad()
+def quantize(model: torch.nn.Module, rows: torch.Tensor, bits: int, group: int, act_order: bool) -> None:
+    """Replaces the weights of all layers in place."""
+    hidden, kept = [], {}
+
+    def catch(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden.append(args[0])
+        kept.update(kwargs)
+        raise ReachedError
+
+    hook = model.model.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
+    for row in rows.split(4):
+        with contextlib.suppress(ReachedError):
+            model(row, use_cache=False)
+    hook.remove()
+    for layer in model.model.layers:
+        for names in ORDER:
+            modules = [layer.get_submodule(name) for name in names]
+            size = modules[0].in_features
+            hessian = torch.zeros(size, size, dtype=torch.float64, device=DEVICE)
+
+            def add(module: torch.nn.Module, args: tuple, hessian: torch.Tensor = hessian) -> None:
+                x = args[0].reshape(-1, args[0].shape[-1]).double()
+                hessian.add_(x.T @ x)
+
+            hook = modules[0].register_forward_pre_hook(add)
+            for x in hidden:
+                layer(x, **kept)
+            hook.remove()
+            for module in modules:
+                module.weight.copy_(gptq(module.weight, hessian, bits, group, act_order))
+        out = [layer(x, **kept) for x in hidden]
+        hidden = [x[0] if isinstance(x, tuple) else x for x in out]
+
+
+@torch.no_grad()
+def round_all(model: torch.nn.Module, bits: int, group: int) -> None:
+    """Rounds the weights of all layers to nearest, in place."""
+    for layer in model.model.layers:
+        for name in sum(ORDER, ()):
+            module = layer.get_submodule(name)
+            module.weight.copy_(nearest(module.weight, bits, group))
+
+
+def main() -> None:
+    """Prints one JSON line per width."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=128, help="of calibration, the first of the training's")
+    parser.add_argument("--folder", default="")
+    args, overrides = parser.parse_known_args()
+    cfg = load.load(command.Config, args.config, overrides)
+    config = models.read_config(cfg.model.path)
+    sizes = {"count": cfg.text.rows, "heldout": cfg.text.heldout, "length": cfg.text.row_len}
+    found = text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
+    train, heldout = (torch.tensor(rows, dtype=torch.long, device=DEVICE) for rows in found)
+
+    def fresh(folder: str = cfg.model.path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+
+    full = perplexity(fresh(), heldout)
+    for bits in args.bits:
+        began, line = time.perf_counter(), {"bits": bits, "group": args.group, "full": full}
+        model = fresh()
+        round_all(model, bits, args.group)
+        line["rounded"] = perplexity(model, heldout)
+        for name, act_order in (("gptq", False), ("gptq_act_order", True)):
+            model = fresh()
+            quantize(model, train[: args.rows], bits, args.group, act_order)
+            line[name] = perplexity(model, heldout)
+        if args.folder:
+            model = fresh(args.folder)
+            line["folder"] = perplexity(model, heldout)
+            round_all(model, bits, args.group)
+            line["folder_rounded"] = perplexity(model, heldout)
+        print(
+            json.dumps(line | {"heldout": list(heldout.shape), "s": round(time.perf_counter() - began, 1)}), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
