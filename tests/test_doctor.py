@@ -52,6 +52,11 @@ def test_a_sound_machine_and_config_pass(world, capsys):
     assert "masters" in lines["memory plan"]["found"]
 
 
+def test_a_low_bit_backward_is_told(world, capsys):
+    _, lines = report(capsys, *world.command("quant.backward=fp8"))
+    assert (lines["backward"]["status"], "fp8" in lines["backward"]["found"]) == ("ok", True)
+
+
 def test_it_leaves_nothing_behind(world, capsys):
     before = sorted(world.folder.rglob("*"))
     report(capsys, *world.command())

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import shapes
 from qarl_jax import models, quant
 from qarl_jax.learning.learner import Learner
+from qarl_jax.memory import learner as on_learner
 from qarl_jax.models.layers import Linear, LowBitBackward
+from qarl_jax.run import build, config, description
+from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.learners import assert_same_bits, gradient, make, packed
 
@@ -128,3 +132,26 @@ def test_adapters_get_the_gradient_they_had_for_the_same_dy():
     assert_same_bits([low["lora_a"], low["lora_b"]], [plain["lora_a"], plain["lora_b"]])
     for a, b in ((low_dx, dx), (low["kernel"], plain["kernel"])):
         assert 1e-3 < np.linalg.norm(a - b) / np.linalg.norm(b) < 0.1
+
+
+def run_of(tmp_path, *words, **shape):
+    """A run of a random model with this config.json."""
+    values = shapes.model_config(shapes.Setting(model="tiny-moe" if shape else "tiny")).hf_config
+    (tmp_path / "config.json").write_text(values)
+    return config.load("configs/quickstart.yaml", [f"model.path={tmp_path}", "quant.forward=w8a8", *words])
+
+
+def test_a_moe_model_is_refused(tmp_path):
+    cfg = run_of(tmp_path, "quant.backward=int8", moe=True)
+    with pytest.raises(UserError, match=r"quant\.backward=int8 .* is a MoE model: set quant\.backward=bf16"):
+        build.policy_graphdef(cfg)
+
+
+def test_a_dry_run_and_the_memory_plan_know_it(tmp_path):
+    plain, low = run_of(tmp_path), run_of(tmp_path, "quant.backward=int8")
+    assert "gradients of linear layers in int8 codes" in description.describe(low)
+    assert "gradients" not in description.describe(plain).splitlines()[0]
+    assert build.make_learner(low, build.policy_graphdef(low), build.make_mesh(low)).options.backward == "int8"
+    of = lambda cfg: on_learner.parts(cfg)["activations (estimate)"]  # noqa: E731
+    positions, widest = low.train.micro_batch_rows * low.row_len, 256  # the MLP's inner width
+    assert of(low) - of(plain) == 2 * positions * widest
