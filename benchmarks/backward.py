@@ -131,47 +131,49 @@ def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
     out = []
     for scheme in args.schemes:
         config = models.read_config(
-            args.model, compute_dtype="bfloat16", quant=models.parse_rules(scheme, args.group_size), remat="full"
+            args.model,
+            compute_dtype="bfloat16",
+            quant=models.parse_rules(scheme, args.group_size),
+            numerics=quant.resolve("auto"),
         )
         _, params = models.load_masters(args.model, config)
-        made: dict[str, Any] = {}
-        for form, updates in (("bf16", 0), ("int8", 0), ("int8", 1), ("fp8", 0), ("fp8", 1)):
-            name = f"{form}.{updates}"
-            made[name] = gradient(config, params, form, updates, text_batch(args.model, args.tokens, args.rows))
-            against = {"bf16.0": made["bf16.0"]} | ({f"{form}.0": made[f"{form}.0"]} if updates else {})
-            for other, wanted in against.items():
-                if other != name:
-                    out += rows_of(scheme, name, other, made[name], wanted)
+        find = functools.partial(gradient, config, params, batch=text_batch(args.model, args.tokens, args.rows))
+        base = find("bf16", 0)
+        for form in FORMATS[1:]:
+            first, second = find(form, 0), find(form, 1)
+            out += rows_of(scheme, f"{form}.0", "bf16.0", first, base)
+            out += rows_of(scheme, f"{form}.1", "bf16.0", second, base)
+            out += rows_of(scheme, f"{form}.1", f"{form}.0", second, first)
     return out
 
 
 def gradient(config: Any, params: Any, form: Any, updates: int, batch: TrainBatch) -> dict[str, np.ndarray]:
-    """A policy gradient by path, on the host: GRPO at the present policy."""
+    """A policy gradient of all linear maps by path, bfloat16, on the host: GRPO at the present policy."""
     graphdef = models.split(models.abstract_model(config))[0]
     learner = Learner(
         graphdef,
         loss_fn=get_loss("grpo"),
         optimizer=leafwise.Optimizer(build.AdamW(lr=1e-6)),
         mesh=make_mesh(),
-        options=Options(logprob_chunk=256, backward=form),
+        options=Options(logprob_chunk=256, grad_dtype="bfloat16", backward=form),
     )
     counts = float(batch.loss_mask.sum()), float(len(batch.tokens))
     micro, qweights = learner.put(batch), learner.quantize(params)
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, learner.grad_dtype), params)
     grads, _ = learner.accumulate_grads(zeros, params, qweights, micro, None, *counts, updates=updates)
-    return models.by_path(jax.device_get(grads))
+    of_layers = {path for path in models.by_path(grads) if path.startswith("stacks.") and path.endswith(".kernel")}
+    return {path: jax.device_get(leaf) for path, leaf in models.by_path(grads).items() if path in of_layers}
 
 
 def rows_of(scheme: str, name: str, other: str, found: Any, wanted: Any) -> list[dict[str, Any]]:
     """`compared` by linear map and layer, and of all linear maps together."""
     base = {"scheme": scheme, "backward": name, "against": other}
-    stacked = [path for path in wanted if path.startswith("stacks.") and path.endswith(".kernel")]
     rows = [
         base | {"path": path, "layer": layer} | compared(found[path][layer], wanted[path][layer])
-        for path in stacked
+        for path in wanted
         for layer in range(len(wanted[path]))
     ]
-    flat = lambda grads: np.concatenate([np.asarray(grads[path]).ravel() for path in stacked])  # noqa: E731
+    flat = lambda grads: np.concatenate([np.asarray(grads[path], np.float32).ravel() for path in wanted])  # noqa: E731
     rows.append(base | {"path": "all", "layer": -1} | compared(flat(found), flat(wanted)))
     worst = min(rows, key=lambda row: row["cosine"])
     print(json.dumps(rows[-1]), "worst:", json.dumps(worst), flush=True)

@@ -75,8 +75,9 @@ def _e4m3():
     return codes[np.isfinite(codes)]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "fp8", "w4a8:g32"])
+@pytest.mark.parametrize(
+    ("scheme", "form"), [("w8a8", "int8"), ("w8a8", "fp8"), ("fp8", "fp8"), ("bf16", "fp8"), ("w4a8:g32", "int8")]
+)
 def test_gradients_lie_within_the_rounding_of_float64s(scheme, form):
     x, w, dy = data()
     dx, dw = jax.jit(layer(scheme, form))(x, w, dy)
@@ -120,7 +121,7 @@ def bounds(a, form):
 def test_the_mean_over_updates_is_the_gradient_in_full_precision(form):
     x, w, dy = data()
     want = layer("bf16", "bf16")(x, w, dy)
-    seeds = jax.vmap(lambda step: backward.layer_seeds(backward.root_seed(step, 0), 3, 2)[1])(jnp.arange(512))
+    seeds = jax.vmap(lambda step: backward.layer_seeds(backward.root_seed(step, 0), 3, 2)[1])(jnp.arange(256))
     many = jax.jit(jax.vmap(lambda seed: layer("bf16", form, seed)(x, w, dy)))(seeds)
     for each, full in zip(many, want, strict=True):
         spread = each.std(0) / len(seeds) ** 0.5
@@ -156,8 +157,9 @@ def test_a_number_that_is_not_finite_reaches_the_gradient(form, bad):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (4, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("form", "sizes"), [("int8", (2, 1)), ("int8", (1, 2)), ("int8", (2, 2)), ("fp8", (4, 1)), ("fp8", (2, 2))], ids=str
+)
 def test_a_mesh_has_the_bits_of_one_device(form, sizes):
     x, w, dy = data()
     mesh = Mesh(np.array(jax.devices()[: sizes[0] * sizes[1]]).reshape(sizes), ("data", "tensor"))
