@@ -58,6 +58,27 @@ def test_a_gradient_errs_by_its_rounding_and_that_of_the_head_not_at_all():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
+def test_the_mean_gradient_over_updates_is_the_unrounded_one(form):
+    """Through all layers: the error of a mean of n falls as the root of n, and a bias would stay."""
+    made, params = learner(form)
+    state, rows, count = fresh(made, params), packed(), 32
+    args = made.quantize(state.params), made.put(next(iter(rows.micro_batches(HALF)))), None
+    counts = rows.num_tokens, rows.num_sequences
+
+    def of(learner, updates):
+        grads, _ = learner.accumulate_grads(learner.zero_grads(state), state.params, *args, *counts, updates=updates)
+        of_layers = [leaf for path, leaf in models.by_path(jax.device_get(grads)).items() if path.endswith("kernel")]
+        return np.concatenate([leaf.ravel() for leaf in of_layers]).astype(np.float64)
+
+    want = of(learner("bf16")[0], 0)
+    many = np.stack([of(made, updates) for updates in range(count)])
+    one = np.sqrt(np.mean(np.sum((many - want) ** 2, axis=1)))
+    assert one > 0.01 * np.linalg.norm(want)
+    assert np.linalg.norm(many.mean(0) - want) <= 1.3 * one / count**0.5
+
+
+@pytest.mark.slow
 def test_recomputed_layers_are_rounded_as_the_first_time():
     """Recomputation moves last bits of dY, and so a code here and there; another seed would move all codes."""
     moved, rounded = (
