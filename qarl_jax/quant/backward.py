@@ -18,8 +18,9 @@ layer, the operand and the position. Two rounded operands draw independent bits,
 product of what was rounded. A zero stays zero, and what is not finite spoils its whole row or column, which the
 optimizer's guard sees.
 
-**Sums.** int8 in int32, exact. e4m3 in float32: XLA's product without fast accumulation, since Hopper's tensor cores
-alone keep some 14 bits of a sum. On a CPU both are summed in float64, where they are exact. Scales come after the sum.
+**Sums.** int8 in int32, exact. e4m3 in float32: Hopper's tensor cores alone keep some 14 bits of a sum, so our kernel
+adds up 128 inputs at a time outside of them (`product_hopper.py`). Over several GPUs XLA multiplies, asked for its
+highest precision. On a CPU both are summed in float64, where they are exact. Scales come after the sum.
 
 **Left out.** Scales per block along the contraction (DeepSeek-V3, arXiv 2412.19437), which would keep one large row
 from coarsening a column; e5m2; random rotations; experts' weights.
