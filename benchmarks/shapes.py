@@ -64,6 +64,7 @@ class Setting:
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
       cards: devices that it is spread over, as `mesh.fsdp`.
+      backward: as `quant.backward`.
       kernels: of the scheme's forward on a Hopper GPU: "xla", or "" for our own.
     """
 
@@ -82,6 +83,7 @@ class Setting:
     optimizer: str = "adamw"
     moments: str = ""
     offload: bool = False
+    backward: str = "bf16"
     kernels: str = ""
     cards: int = 1
 
@@ -148,7 +150,7 @@ def optimizer_config(setting: Setting) -> build.Config:
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
     """(learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
-    options: dict[str, Any] = {"grad_dtype": setting.grad}
+    options: dict[str, Any] = {"grad_dtype": setting.grad, "backward": setting.backward}
     made = Learner(
         graphdef,
         loss_fn=get_loss("grpo", aggregation="seq-mean-token-mean"),
@@ -186,6 +188,7 @@ def planned(setting: Setting) -> dict[str, int]:
         grad_dtype=setting.grad,
         max_segments=setting.segments,
         offload=setting.offload,
+        backward=setting.backward,
         mesh=mesh,
     )
 

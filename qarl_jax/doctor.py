@@ -342,6 +342,9 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
             yield Check(name=name, status="fail", found=problems[0] + more, todo="see quant.group_size and quant.rules")
         else:
             yield Check(name=name, status="ok", found=found)
+    if cfg.quant.backward != "bf16":
+        found = f"dX and dW of these matrices in {cfg.quant.backward} codes"
+        yield Check(name="backward", status="ok", found=found)
 
 
 def mesh(cfg: RunConfig) -> Check:

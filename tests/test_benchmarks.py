@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import (
     attention,
+    backward,
     engine_price,
     gemm,
     learner,
@@ -54,6 +55,22 @@ def test_the_learner_is_measured_beside_its_peer(capsys, tmp_path):
         assert line["mfu"] is None  # no peak is known of a CPU
     assert w8a8["of_the_first"] == pytest.approx(w8a8["tokens_per_s"] / bf16["tokens_per_s"])
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [bf16, w8a8]
+
+
+@pytest.mark.nightly
+def test_a_low_bit_backward_is_set_beside_bfloat16s(tmp_path):
+    out = tmp_path / "out.json"
+    tiny = ["products", "--model", "tiny", "--tokens", "64", "--repeats", "1", "--schemes", "w8a8", "--out", str(out)]
+    assert backward.main(tiny) == 0
+    rows = json.loads(out.read_text())["results"]
+    assert len(rows) == 4 * (1 + 3 + 2)
+    assert all(row["times_bf16"] == pytest.approx(row["xla_us"] / row["us"]) for row in rows)
+    real = ["--model", "assets/tiny-qwen3", "--tokens", "24", "--rows", "2", "--schemes", "w8a8", "--group-size", "32"]
+    assert backward.main(["gradients", *real, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["results"]
+    whole = {(row["backward"], row["against"]): row["cosine"] for row in found if row["path"] == "all"}
+    assert 0.9 < whole["fp8.0", "bf16.0"] < whole["int8.0", "bf16.0"] < 1
+    assert whole["int8.1", "int8.0"] < whole["int8.1", "bf16.0"]  # two roundings apart, and one
 
 
 @pytest.mark.nightly

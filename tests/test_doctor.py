@@ -61,6 +61,11 @@ def test_the_memory_plan_has_room_for_the_longest_prompt_and_no_more(tmp_path, m
     assert float(line.found.split(" GiB")[0]) < 2, line.found
 
 
+def test_a_low_bit_backward_is_told(world, capsys):
+    _, lines = report(capsys, *world.command("quant.backward=fp8"))
+    assert (lines["backward"]["status"], "fp8" in lines["backward"]["found"]) == ("ok", True)
+
+
 def test_it_leaves_nothing_behind(world, capsys):
     before = sorted(world.folder.rglob("*"))
     report(capsys, *world.command())

@@ -25,6 +25,7 @@ from qarl_jax.memory.engine import kv_bytes, published_bytes
 from qarl_jax.memory.learner import GIB
 from qarl_jax.optim import muon
 from qarl_jax.optim.build import Muon, labels
+from qarl_jax.quant.backward import KERNELS
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 from qarl_jax.verify import alignment
@@ -201,7 +202,8 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
     attention = 2.0 * model.num_layers * model.num_heads * model.head_dim * length * tokens / machine.product
     passes = repeated
     if backward:
-        product += 4.0 * tokens * weights.dense / machine.product + 3.0 * head  # the head's logits are made again
+        low_bit = machine.speed_of(KERNELS[cfg.quant.backward])
+        product += 4.0 * tokens * weights.dense / low_bit + 3.0 * head  # the head's logits are made again
         grouped += 2.0 * experts / machine.product
         attention *= repeated + 2.0
         passes += 2.0

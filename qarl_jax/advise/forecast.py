@@ -215,6 +215,8 @@ def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
         )
     elif not machine.is_measured:
         lines.append(f"no step was measured on {machine.name}: its peaks are the vendor's, the shares of them Hopper's")
+    if cfg.quant.backward != "bf16":
+        lines.append(f"quant.backward={cfg.quant.backward}: no step was measured; its products are taken at their peak")
     if not measured and not isinstance(cfg.rollout.engine, VllmConfig):
         lines.append("the embedded sampler is taken for a vLLM, whose rates are measured")
     schemes = {name: quant.parse_scheme(name) for name, one in forecasts.items() if one.seconds and not one.measured}

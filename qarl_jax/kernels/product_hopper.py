@@ -100,7 +100,14 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
 
 
 def _kernel(
-    *refs: Any, tile: Tile, scaled: bool, bias: bool, factor: bool = False, splits: int = 1, interpret: bool = False
+    *refs: Any,
+    tile: Tile,
+    scaled: bool,
+    bias: bool,
+    factor: bool = False,
+    splits: int = 1,
+    promoted: bool = False,
+    interpret: bool = False,
 ) -> None:
     """All in global memory.
 
@@ -111,6 +118,7 @@ def _kernel(
       scaled: codes, whose sum is rescaled.
       bias: whether there is one. factor: whether there are factors, which the sum meets before it is rounded.
       splits: of K, equal ones, each with an accumulator of its own.
+      promoted: the sum of every tile of inputs is added up in float32 registers, outside of the tensor cores.
       interpret: whether on a CPU.
     """
     x_ref, w_ref, *vectors, out_ref = refs
@@ -156,20 +164,26 @@ def _kernel(
             row, column = mgpu.planar_snake(place.index[0], tiles, 0, tile.width)
             rows, columns = row * tile.m, column * tile.n
 
+            accumulator = mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype])
+
             def context(run: Any) -> None:
                 def one_tile(*accs: Any) -> None:
                     run(accs)
-                    finish(accs)
+                    finish([acc[...].astype(jnp.float32) for acc in accs])
 
-                pl.run_scoped(one_tile, *[mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype])] * splits)
+                if promoted:
+                    zeros = jnp.zeros((part_m, part_n), jnp.float32)
+                    finish([run(zeros if interpret else mgpu.layout_cast(zeros, mgpu.Layout.WGMMA))])
+                else:
+                    pl.run_scoped(one_tile, *[accumulator] * splits)
 
             def of_outputs(ref: Any, first_n: Any) -> jax.Array:
                 by_column = _load(ref, (pl.ds(first_n, part_n),), mgpu.Layout.WGMMA.reduce(0), interpret)
                 return lax.broadcast_in_dim(by_column, (part_m, part_n), (1,))
 
-            def finish(accs: Any) -> None:
+            def finish(sums: Any) -> None:
                 first_m, first_n = rows + inner_m, columns + inner_n
-                total = functools.reduce(jnp.add, (acc[...].astype(jnp.float32) for acc in accs))
+                total = functools.reduce(jnp.add, sums)
                 b = [of_outputs(ref, first_n) for ref in b_ref]
                 if scaled:
                     by_row = _load(s_x_ref, (pl.ds(first_m, part_m),), mgpu.Layout.WGMMA.reduce(1), interpret)
@@ -194,6 +208,17 @@ def _kernel(
 
             def step(_: Any, *tiles_and_sums: Any) -> Any:
                 *inputs, accs = tiles_and_sums
+                if promoted:
+
+                    def alone(acc: Any) -> Any:
+                        multiply(inputs, [acc])
+                        return acc[...]
+
+                    return accs + pl.run_scoped(alone, accumulator)
+                multiply(inputs, accs)
+                return accs
+
+            def multiply(inputs: Any, accs: Any) -> None:
                 half = pl.ds(inner_n, part_n)
                 for acc, x_tile, w_tile in zip(accs, inputs[:splits], inputs[splits:], strict=True):
                     x = x_tile.at[pl.ds(inner_m, part_m)] if tile.split == "m" else x_tile
@@ -205,7 +230,6 @@ def _kernel(
                 # All of them: a pipeline's end does not wait for products that still run, and the next tile's inputs
                 # would be copied over theirs.
                 mgpu.wgmma_wait(0)
-                return accs
 
             x, w = x_ref.at[pl.ds(rows, tile.m)], w_ref.at[pl.ds(columns, tile.n)]
             if interpret:
@@ -227,6 +251,7 @@ def product(
     s_w: Float[Array, " N"],
     bias: Float[Array, " N"] | None = None,
     *,
+    promoted: bool = False,
     tile: Tile | None = None,
     blocks: int | None = None,
     interpret: Any = None,
@@ -238,16 +263,18 @@ def product(
     Args:
       x_q, w_q: int8, or both float8_e4m3fn.
       s_x, s_w, bias: float32.
+      promoted: float32 sums of e4m3 codes that lose no bits in the tensor cores, which an engine's do.
       tile: None: `tile_for` the shape. Its shared memory must be there.
       blocks: None: one per multiprocessor.
       interpret: parameters of Pallas' GPU interpreter, which runs it step by step on a CPU (tests); the interpreter
         cannot transpose in shared memory, gets the weight as [K, N] and adds in numpy's order.
     """
     m, n = x_q.shape[0], w_q.shape[0]
-    tile = tile_for(m, n) if tile is None else tile
+    if tile is None:
+        tile = NARROW if promoted else tile_for(m, n)
     scales = s_x.reshape(m), s_w
     kind = "int8" if x_q.dtype == jnp.int8 else "e4m3"
-    return _launch(x_q, w_q, scales, bias, tile, blocks, interpret, f"hopper_{kind}", scaled=True)
+    return _launch(x_q, w_q, scales, bias, tile, blocks, interpret, f"hopper_{kind}", scaled=True, promoted=promoted)
 
 
 def float_product(

@@ -64,6 +64,15 @@ def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics)
     return x.shape[0] // split[0] >= LEAST_ROWS
 
 
+def serves_gradient(codes: jax.Array, dtype: Any, numerics: Numerics) -> bool:
+    """Tells whether the kernel is to take a product of a low-bit backward of `codes` [M, K], rounded to `dtype`.
+
+    All of it lies on one device then, for a mesh cuts what is contracted.
+    """
+    is_eight_bit = codes.dtype in (jnp.int8, jnp.float8_e4m3fn) and dtype == jnp.bfloat16
+    return is_eight_bit and numerics.own_kernels and is_hopper() and on_one_device()
+
+
 def _split(rows: int, outputs: int) -> tuple[int, int] | None:
     """Into how many parts the mesh in force cuts rows and outputs; None: it does not divide them, or is not known."""
     if on_one_device():
@@ -112,6 +121,7 @@ def eight_bit(
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None,
     *,
+    promoted: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
     """bf(s_x * (s_w * acc)), or with a bias bf(fma(s_x, s_w * acc, b)), acc exact or accumulated as the engine's.
@@ -119,12 +129,12 @@ def eight_bit(
     Args:
       x_q, w_q: int8, or both float8_e4m3fn.
       s_x, s_w, bias: float32; the bias may be None.
-      interpret: as in `product_hopper.product`.
+      promoted, interpret: as in `product_hopper.product`.
     """
     from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
 
     def kernel(x_q: Any, s_x: Any, w_q: Any, s_w: Any, *bias: Any) -> Any:
-        return product_hopper.product(x_q, s_x, w_q, s_w[:, 0], *bias, interpret=interpret)
+        return product_hopper.product(x_q, s_x, w_q, s_w[:, 0], *bias, promoted=promoted, interpret=interpret)
 
     return _on_mesh(kernel, (x_q, s_x, w_q, s_w), (_BATCH, _BATCH, _WEIGHT, _WEIGHT), bias, w_q.shape[0])
 

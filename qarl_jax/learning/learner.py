@@ -44,6 +44,7 @@ from qarl_jax.models.transformer import quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
+from qarl_jax.quant.backward import root_seed
 from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.runtime.mesh import batch_sharding, launching, param_shardings
 from qarl_jax.types import LossInputs, TrainBatch, UserError
@@ -106,6 +107,7 @@ class Options:
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
       kl: that term, from `loss.get_term`.
       diagnostics: count error tokens, and log-ratios per bin by the sign of the advantage.
+      backward: format of the gradient's products in linear layers (`quant.backward`); "bf16": the compute dtype's own.
       token_logprobs: return the log-probs a gradient was taken at, as `token_trace.LOGPROBS` among the metrics.
       share: factor of the loss, of a learner whose gradient is one of several that are added up.
     """
@@ -120,6 +122,7 @@ class Options:
     kl_coef: float = 0.0
     kl: Loss | None = None
     diagnostics: bool = False
+    backward: Literal["bf16", "fp8", "int8"] = "bf16"
     token_logprobs: bool = False
     share: float = 1.0
 
@@ -340,10 +343,11 @@ class Learner:
         qweights = united(*read) if self.trainable.freeze else read[0]
         rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
         calls: list[tuple[Any, ...]] = [("scoring", self._score, state.params, qweights, batch)] if scored else []
+        place = None if self.options.backward == "bf16" else (state.updates, state.updates)
         if not self.options.one_program:
-            calls.append(("gradients", self._accumulate, grads, state.params, *rest))
+            calls.append(("gradients", self._accumulate, grads, state.params, *rest, place))
         elif self.options.offload:
-            calls.append(("gradients", self._grads, state.params, *rest))
+            calls.append(("gradients", self._grads, state.params, *rest, place))
         else:
             guarded = jax.ShapeDtypeStruct((), np.bool_, sharding=self.replicated)
             calls.append(("an update", self._update, state, guarded, *rest))
@@ -360,8 +364,12 @@ class Learner:
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def _logprobs(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
+    def _logprobs(
+        self, params: Any, qweights: Any, batch: TrainBatch, place: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
         model = models.merge(self.graphdef, *joined(params, qweights))
+        if place is not None:
+            models.attach_backward(model, self.options.backward, root_seed(*place))
         # One response to a row, padding behind it: causality alone keeps them apart, and attention needs no mask.
         segment_ids = None if self.options.max_segments == 1 else batch.segment_ids
         hidden = model.hidden_states(
@@ -407,12 +415,13 @@ class Learner:
         num_tokens: jax.Array,
         num_sequences: jax.Array,
         ref_logprobs: jax.Array | None = None,
+        place: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[Any, dict[str, Metric]]:
-        """The gradient of one micro-batch, in `grad_dtype` or its masters', and its metrics."""
+        """The gradient of one micro-batch, in `grad_dtype` or its masters', and its metrics. place: from `_place`."""
         mask = batch.loss_mask
 
         def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
-            logprobs, entropy = self._logprobs(params, qweights, batch)
+            logprobs, entropy = self._logprobs(params, qweights, batch, place)
             old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
             equal = masked_mean((jax.lax.stop_gradient(logprobs) == old).astype(jnp.float32), mask)
             inputs = LossInputs(
@@ -466,6 +475,9 @@ class Learner:
         num_tokens: float,
         num_sequences: float,
         ref_logprobs: jax.Array | None = None,
+        *,
+        updates: Any = 0,
+        number: int = 0,
     ) -> tuple[Any, dict[str, Metric]]:
         """Adds one micro-batch's gradient to `grads` (donated).
 
@@ -474,13 +486,23 @@ class Learner:
             update: the proximal policy is then the current one (stop-gradient).
           num_tokens, num_sequences: response tokens and non-empty responses of the whole optimizer mini-batch.
           ref_logprobs: [B, T] float32, the reference policy's scores of the same rows, where there is a KL term.
+          updates, number: updates before this one, and the micro-batch's number in it: a low-bit backward is rounded by
+            them.
 
         Returns:
           The new accumulator and this micro-batch's metrics (merge them with `metrics.merge`).
         """
         counts = self._counts(num_tokens, num_sequences)
         with launching(self.mesh):
-            return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs)
+            place = self._place(updates, number)
+            return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs, place)
+
+    def _place(self, updates: Any, number: int = 0) -> tuple[Any, Any] | None:
+        """Counts that a low-bit backward's rounding depends on, on the mesh; None: nothing is rounded."""
+        if self.options.backward == "bf16":
+            return None
+        put = lambda count: processes.put(np.int32(count), self.replicated)  # noqa: E731
+        return updates if isinstance(updates, jax.Array) else put(updates), put(number)
 
     def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
         return processes.put(np.float32(num_tokens), self.replicated), processes.put(
@@ -496,11 +518,14 @@ class Learner:
         old_logprobs: Sequence[jax.Array | None],
         ref_logprobs: Sequence[jax.Array | None],
         counts: tuple[float, float],
+        updates: Any,
     ) -> tuple[Any, dict[str, Metric]]:
         """`accumulate_grads` of all micro-batches of a mini-batch; counts: its tokens and responses."""
         total: dict[str, Metric] = {}
-        for micro, old, ref in zip(micros, old_logprobs, ref_logprobs, strict=True):
-            grads, measured = self.accumulate_grads(grads, params, qweights, micro, old, *counts, ref)
+        for number, (micro, old, ref) in enumerate(zip(micros, old_logprobs, ref_logprobs, strict=True)):
+            grads, measured = self.accumulate_grads(
+                grads, params, qweights, micro, old, *counts, ref, updates=updates, number=number
+            )
             total = merge(total, measured)
         return grads, total
 
@@ -531,7 +556,8 @@ class Learner:
         return jax.tree.map(lambda g: g.astype(self.grad_dtype), grads), metrics
 
     def _update_fn(self, state: TrainState, guarded: jax.Array, *rest: Any) -> tuple[TrainState, dict[str, Metric]]:
-        grads, metrics = self._grads_fn(state.params, *rest)
+        place = None if self.options.backward == "bf16" else (state.updates, np.int32(0))
+        grads, metrics = self._grads_fn(state.params, *rest, place)
         # Said once each, as the split programs say it at their borders: gradients and masters lie where masters do.
         grads = jax.lax.with_sharding_constraint(grads, self.param_shardings)
         new_state, applied = self._apply.whole(state, grads, ~guarded | is_exact(metrics))
@@ -572,18 +598,18 @@ class Learner:
             with launching(self.mesh):
                 if not self.options.offload:
                     return self._update(state, processes.put(np.bool_(guarded), self.replicated), *rest)
-                grads, total = self._grads(state.params, *rest)
+                grads, total = self._grads(state.params, *rest, self._place(state.updates))
         else:
             counts = num_tokens, num_sequences
             grads, total = self._added(
-                self.zero_grads(state), state.params, qweights, micros, old_logprobs, refs, counts
+                self.zero_grads(state), state.params, qweights, micros, old_logprobs, refs, counts, state.updates
             )
             if guarded and not is_exact(total):
                 return state, total
             for name, other in self.beside.items():
                 old, nothing = (beside or {}).get(name, [None] * len(micros)), [None] * len(micros)
                 theirs = other.quantize(state.params)
-                grads, found = other._added(grads, state.params, theirs, micros, old, nothing, counts)
+                grads, found = other._added(grads, state.params, theirs, micros, old, nothing, counts, state.updates)
                 total |= {f"{name}/{key}": metric for key, metric in found.items() if key in _BESIDE}
         if guarded and not is_exact(total):
             return state, total

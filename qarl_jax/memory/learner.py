@@ -247,6 +247,7 @@ def update_parts(
     max_segments: int = 1,
     one_program: bool = True,
     offload: bool = False,
+    backward: str = "bf16",
     mesh: Mesh | AbstractMesh | None = None,
 ) -> dict[str, int]:
     """Bytes by part at the fullest moment of an update.
@@ -270,6 +271,7 @@ def update_parts(
       max_segments: static bound on responses per row.
       one_program: whether an update is a single micro-batch; otherwise an accumulator stands beside the gradient.
       offload: `optimizer.offload`.
+      backward: `quant.backward`; a low-bit one has two bytes of codes beside each element of the widest dY.
       mesh: count what one of its devices holds; None: everything.
     """
     positions, grad_dtype = rows * row_len, jnp.dtype(grad_dtype)
@@ -283,6 +285,8 @@ def update_parts(
         vocabulary = 0
     saved = saved_activations(model, positions, max_segments)
     layers = saved + layer_activations(model, positions, max_segments)
+    if backward != "bf16":
+        layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
     if not in_float32:
         layers += vocabulary
@@ -329,6 +333,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         "max_segments": cfg.train.max_segments,
         "one_program": cfg.one_program,
         "offload": cfg.optimizer.offload is True,
+        "backward": cfg.quant.backward,
         "mesh": mesh,
     }
     out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape)

@@ -43,4 +43,4 @@ from qarl_jax.models.params import (
     split,
     with_scheme,
 )
-from qarl_jax.models.transformer import BLOCK_NORMS, FINAL_NORM, KVCache, Transformer
+from qarl_jax.models.transformer import BLOCK_NORMS, FINAL_NORM, KVCache, Transformer, attach_backward

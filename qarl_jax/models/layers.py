@@ -34,6 +34,10 @@ class Quantized(nnx.Variable):
     """Holds the QTensor a forward consumes in place of a master. Never differentiated, replaced after every update."""
 
 
+class LowBitBackward(nnx.Variable):
+    """Holds the `quant.Backward` of a layer's gradient; only a model that a gradient is taken of has them."""
+
+
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
     """Fresh weights: normal with the config's `initializer_range`, in the master dtype."""
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range).astype(config.param_dtype)
@@ -79,6 +83,7 @@ class Linear(nnx.Module):
         bias = jnp.zeros((*lead, out_features), config.param_dtype) if use_bias else None
         self.bias = None if bias is None else nnx.Param(bias, axes=(*axes, axis))
         self.quantized: Quantized | None = nnx.data(None)
+        self.backward: LowBitBackward | None = nnx.data(None)
         self.numerics = config.numerics.of_layer(fused_features or out_features, in_features, spread_inputs)
         self.lora_a: nnx.Param | None = nnx.data(None)
         self.lora_b: nnx.Param | None = nnx.data(None)
@@ -101,7 +106,8 @@ class Linear(nnx.Module):
         weight = jax.tree.map(lambda part: constrain(part, "tensor", None), weight)
         x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
         bias = None if self.bias is None else round_to(self.bias.get_value(), x.dtype)  # as the engine holds it
-        y = quant.dot(x, master, weight, bias, numerics=self.numerics)
+        backward = None if self.backward is None else self.backward.get_value()
+        y = quant.dot(x, master, weight, bias, numerics=self.numerics, backward=backward)
         return checkpoint_name(y if self.lora_a is None else self._adapted(x, y), LINEAR_OUTPUT)
 
     def _adapted(self, x: jax.Array, y: jax.Array) -> jax.Array:

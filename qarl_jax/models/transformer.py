@@ -27,9 +27,20 @@ from qarl_jax import quant
 from qarl_jax.kernels.attention_vendor import can_decode, runs
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.layers import Linear, Quantized, RMSNorm, apply_rope, lookup, normal, rope_table, silu_and_mul
+from qarl_jax.models.layers import (
+    Linear,
+    LowBitBackward,
+    Quantized,
+    RMSNorm,
+    apply_rope,
+    lookup,
+    normal,
+    rope_table,
+    silu_and_mul,
+)
 from qarl_jax.models.moe import MoE
 from qarl_jax.numerics.float32 import matmul_precision, round_to
+from qarl_jax.quant.backward import layer_seeds
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import ATTENTION_INPUT, MIXER_OUTPUT
@@ -402,3 +413,15 @@ def attach_quantized(model: Transformer) -> None:
     made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()}, linears)
     for path, qtensor in made.items():
         linears[path].quantized = Quantized(qtensor, axes=linears[path].kernel.get_metadata()["axes"])
+
+
+def attach_backward(model: Transformer, form: Any, root: Any) -> None:
+    """Gives every linear map a low-bit backward.
+
+    Args:
+      form: of `quant.Backward`.
+      root: uint32 scalar (`backward.root_seed`).
+    """
+    for number, (path, linear) in enumerate(quantizable(model).items()):
+        layers = model.config.stacks[int(path.split(".")[1])].length
+        linear.backward = LowBitBackward(quant.Backward(form, layer_seeds(root, number, layers)))

@@ -437,6 +437,8 @@ def about(folder: Path, held_out: Sequence[Mapping[str, Any]] = ()) -> dict[str,
         sampler = quant.get("rollout") or quant["forward"]
         same = sampler == quant["forward"]
         rows.append(("scheme", quant["forward"] if same else f"{quant['forward']}; sampler {sampler}"))
+        if quant.get("backward", "bf16") != "bf16":
+            rows.append(("backward", quant["backward"]))
     if loss:
         options = ", ".join(f"{key} {number(value)}" for key, value in loss.items() if key in _OPTIONS and value)
         rows.append(("loss", f"{loss['name']} ({options})" if options else loss["name"]))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qarl_jax.optim import muon
-from qarl_jax.optim.moments import MomentDtype
+from qarl_jax.optim.eight_bit import MomentDtype
 from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
@@ -59,7 +59,7 @@ class Common:
       moment_dtype: dtype of the stored momentum and first moments: "float32", "bfloat16", or "int8", a code per element
         and a scale per block of 256 (`eight_bit`). Norms, biases and vectors are float32 then; they are few.
       second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
-        (`moments.round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
+        (`round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
         square.
       master_rounding: how bfloat16 masters (`model.param_dtype`) are rounded after an update: "nearest", by which they
         stand still where an update is below half their spacing; "stochastic", from the update's number, so that they

@@ -32,13 +32,15 @@ Left out: Dettmers' stable embedding layer (it changes the model) and percentile
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float
+
+from qarl_jax.numerics.stochastic import random_bits
+
+MomentDtype = Literal["float32", "bfloat16", "int8"]
 
 BLOCK = 256
 """Elements to a scale: bitsandbytes' block for optimizer states; Dettmers et al. used 2,048."""
@@ -90,25 +92,6 @@ class Grid:
 LINEAR = Grid("int8", 127)
 SIGNED = Grid("int8", 127, 16.0)
 UNSIGNED = Grid("uint8", 255, 24.0)
-
-
-def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
-    """32 random bits per element: a hash of (seed + position) and nothing else (MurmurHash3's finalizer).
-
-    No buffer of random numbers, and the same bits on every mesh. Position is that in row-major order, so that a slice
-    of a stack has its bits of the whole where its first position is added to the seed.
-
-    Args:
-      shape: of the result.
-      seed: uint32 scalar.
-    """
-    h = jnp.full(shape, seed, jnp.uint32)
-    for dim, size in enumerate(shape):
-        stride = jnp.uint32(math.prod(shape[dim + 1 :]) % 2**32)
-        h = h + jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * stride if size > 1 else h
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return h
 
 
 def zeros(shape: Sequence[int], grid: Grid) -> Blocks:

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from qarl_jax.numerics.stochastic import round_stochastically, rounding_seed
 from qarl_jax.optim import build, eight_bit, muon
-from qarl_jax.optim.eight_bit import Blocks
-from qarl_jax.optim.moments import MomentDtype, round_stochastically, rounding_seed
+from qarl_jax.optim.eight_bit import Blocks, MomentDtype
 
 _HOLE = optax.MaskedNode()  # where a parameter has no such moment: a tree without leaves
 _MASTERS = 1 << 16  # first number of masters' seeds: moments, which have those below, draw other bits

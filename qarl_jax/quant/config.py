@@ -34,6 +34,9 @@ class Config:
         or auto: with rollout.engine.name=vllm that of this host, with jax plain.
       kernels: of products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's. w8a8 has the same
         bits either way; the others have the engine's with auto alone.
+      backward: format of the gradient's products dX and dW in linear layers: bf16 (the compute dtype's own), or int8 or
+        fp8 codes, rounded stochastically from the update's number (`quant/backward.py`). Masters, adapters, embedding,
+        head, norms and attention keep theirs. Not for MoE models.
       code_flips: report the share of codes that a publish changes (`quant/code_flips`). The QTensors published before
         are kept for it: a step of several updates holds them beside its own.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.
@@ -46,6 +49,7 @@ class Config:
     group_size: int = 128
     engine: Literal["auto", "cpu", "cuda", "plain"] = "auto"
     kernels: Literal["auto", "xla"] = "auto"
+    backward: Literal["bf16", "fp8", "int8"] = "bf16"
     code_flips: bool = True
     rules: tuple[Rule, ...] = ()
     uaq_scale: float = 1.0

@@ -30,6 +30,7 @@ from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 _DY_W = (((1,), (0,)), ((), ()))  # [M, N] x [N, K] -> [M, K]
 _DY_X = (((0,), (0,)), ((), ()))  # [M, N] x [M, K] -> [N, K]
+_LONGEST = 2**17  # inputs whose products of int8 codes, 127 x 128 each, an int32 sum surely holds
 
 
 class Product(Protocol):
@@ -138,6 +139,42 @@ def _float64_product(
         return y if s_x is None else s_x * y
 
     return from_float64(formula, x, w, s_x, s_w)
+
+
+def codes_product(
+    x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array, dtype: Any, numerics: Numerics
+) -> jax.Array:
+    """s_x * (s_w * sum_k x w) of codes, rounded once: the products of a low-bit backward (`quant.backward`).
+
+    Args:
+      x: [M, K] int8 or float8_e4m3fn; s_x: float32 [M, 1].
+      w: [N, K] of the same dtype; s_w: float32 [N].
+      dtype: of the result [M, N].
+      numerics: whether a Hopper GPU may take our kernel, which it does where all lies on one device.
+    """
+
+    def in_float64(x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        # The sum of either format's codes is exact for up to 2^17 inputs: no order can be seen in it.
+        formula = lambda x, s_x, w, s_w: s_x * (s_w * lax.dot_general(x, w, _CONTRACT_LAST))  # noqa: E731
+        return round_to(from_float64(formula, x, s_x, w, s_w[None]), dtype)
+
+    def native(x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        if x.dtype == jnp.int8:
+            parts = [slice(first, first + _LONGEST) for first in range(0, x.shape[1], _LONGEST)]
+            sums = (_integer_dot_general(x[:, part], w[:, part]).astype(jnp.float32) for part in parts)
+            acc = functools.reduce(jnp.add, sums)
+        else:
+            highest = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+            acc = lax.dot_general(x, w, _CONTRACT_LAST, **highest)  # the highest: not accumulated fast
+        return _stored(s_x * (s_w[None] * acc), dtype)
+
+    def kernel(x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array, **options: Any) -> jax.Array:
+        promoted = x.dtype != jnp.int8  # tensor cores alone keep some 14 bits of a float32 sum
+        return products.eight_bit(x, s_x, w, s_w[:, None], None, promoted=promoted, **options)
+
+    own = x.shape[1] <= _LONGEST and products.serves_gradient(x, dtype, numerics)
+    platforms = {"cuda": kernel} if own else {}
+    return lax.platform_dependent(x, s_x, w, s_w, cpu=in_float64, default=native, **platforms)
 
 
 class Dense:

@@ -6,6 +6,7 @@
     backward   dX = dY W_q                   W_q, x_q: the dequantized operands the forward used, in the compute dtype
                dMaster = dY^T x_q            float32 accumulation; never quantized
                db = sum dY
+    low-bit    dX and dMaster from codes of dY, W_q and x_q (`backward.py`), where a `Backward` comes with the operands
 
 This is the straight-through estimator (arXiv 1308.3432) with the quantized operands on both sides, as in QaRL (arXiv
 2604.07853). The master enters as the differentiated carrier only, so its cotangent has its shape and dtype.
@@ -28,6 +29,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax.kernels import products
 from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import round_to
+from qarl_jax.quant.backward import Backward, gradients
 from qarl_jax.quant.contractions import Dense, Product, Ragged
 from qarl_jax.quant.qtensor import QTensor, inputs_of
 from qarl_jax.quant.scheme import Scheme
@@ -35,12 +37,16 @@ from qarl_jax.quant.schemes import dequantize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any) -> jax.Array:
+def _multiply(
+    numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any, backward: Any
+) -> jax.Array:
     """y [M, N] of x [M, K]. dtypes: of master and bias; sizes: rows of each expert, None for one weight."""
-    return _multiply_fwd(numerics, dtypes, x, master, qtensor, bias, sizes)[0]
+    return _multiply_fwd(numerics, dtypes, x, master, qtensor, bias, sizes, backward)[0]
 
 
-def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any) -> Any:
+def _multiply_fwd(
+    numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any, backward: Any
+) -> Any:
     """-> y; the activations and the weight as used, which the backward needs."""
     product: Product = Dense() if sizes is None else Ragged(sizes, x.shape[0])
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
@@ -64,22 +70,25 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
         used, weight = x, round_to(master, x.dtype) if qtensor is None else qtensor
         plain = weight if scheme is None else round_to(scheme.dequantize(qtensor), jnp.bfloat16)
         y = round_to(product.floating(x, plain, bias, numerics), x.dtype)
-    return y, (used, weight, sizes)
+    return y, (used, weight, sizes, backward)
 
 
 def _multiply_bwd(numerics: Numerics, dtypes: Any, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     """dx in dy's dtype and dw in the master's, each rounded once."""
-    used, weight, sizes = saved
+    used, weight, sizes, backward = saved
     master, bias = dtypes
-    product: Product = Dense() if sizes is None else Ragged(sizes, dy.shape[0])
-    if isinstance(used, tuple):  # codes and scales of rows
-        codes, scale = used
-        used = codes.astype(jnp.float32) * scale
-    if isinstance(weight, QTensor):
-        used, weight = used.astype(dy.dtype), dequantize(weight, dy.dtype)
-    dx, dw = product.grad_x(dy, weight), product.grad_w(dy, used, master)
+    if backward is not None:
+        dx, dw = gradients(backward, dy, used, weight, master, numerics)
+    else:
+        product: Product = Dense() if sizes is None else Ragged(sizes, dy.shape[0])
+        if isinstance(used, tuple):  # codes and scales of rows
+            codes, scale = used
+            used = codes.astype(jnp.float32) * scale
+        if isinstance(weight, QTensor):
+            used, weight = used.astype(dy.dtype), dequantize(weight, dy.dtype)
+        dx, dw = product.grad_x(dy, weight), product.grad_w(dy, used, master)
     db = None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias)
-    return dx, dw, None, db, None
+    return dx, dw, None, db, None, None
 
 
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
@@ -93,6 +102,7 @@ def dot(
     bias: Float[Array | np.ndarray, " N"] | None = None,
     *,
     numerics: Numerics = PLAIN,
+    backward: Backward | None = None,
 ) -> Float[Array, "*B N"]:
     """y = x W^T + b, with W the QTensor's weight, in the arithmetic of the engine `numerics` names.
 
@@ -103,6 +113,7 @@ def dot(
         None: rounded here.
       bias: optional.
       numerics: the engine mirrored.
+      backward: the format of the gradients' products; None: the compute dtype's own.
 
     Returns:
       y in x.dtype, rounded once from float32 (twice where the engine does).
@@ -114,12 +125,17 @@ def dot(
     if (shards := numerics.shards) > 1:  # of a tensor-parallel engine: each rounds the sum of its own inputs
         alone = dataclasses.replace(numerics, shards=1)
         sums = [
-            dot(*(inputs_of(a, i, shards) for a in (x, master, qtensor)), None if i else bias, numerics=alone)
+            dot(
+                *(inputs_of(a, i, shards) for a in (x, master, qtensor)),
+                None if i else bias,
+                numerics=alone,
+                backward=None if backward is None else backward.part(i, shards),
+            )
             for i in range(shards)
         ]
         return round_to(functools.reduce(jnp.add, (y.astype(jnp.float32) for y in sums)), x.dtype)
     dtypes = jnp.dtype(master.dtype), None if bias is None else jnp.dtype(bias.dtype)
-    y = _multiply(numerics, dtypes, x.reshape(-1, x.shape[-1]), master, qtensor, bias, None)
+    y = _multiply(numerics, dtypes, x.reshape(-1, x.shape[-1]), master, qtensor, bias, None, backward)
     return y.reshape(*x.shape[:-1], master.shape[0])
 
 
@@ -146,7 +162,7 @@ def expert_dot(
       ValueError: `qtensor` has another shape than the masters.
     """
     _check(master, qtensor)
-    return _multiply(numerics, (jnp.dtype(master.dtype), None), x, master, qtensor, None, group_sizes)
+    return _multiply(numerics, (jnp.dtype(master.dtype), None), x, master, qtensor, None, group_sizes, None)
 
 
 def _check(master: Any, qtensor: Any) -> None:

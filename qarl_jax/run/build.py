@@ -79,6 +79,9 @@ def model_config(
     """The policy's config under `quant.rules` and `scheme`, from config.json alone. numerics: None: the config's.
 
     Layers of a frozen base that its folder ignores stay in bf16, where no rule of `quant.rules` names them.
+
+    Raises:
+      UserError: no such model folder, or a low-bit backward of a MoE model.
     """
     made = models.read_config(
         cfg.model.path,
@@ -90,6 +93,11 @@ def model_config(
         lora=None if cfg.lora is None else cfg.lora.adapters,
         remat=cfg.model.remat_or_full,
     )
+    if cfg.quant.backward != "bf16" and made.moe is not None:
+        raise UserError(
+            f"quant.backward={cfg.quant.backward} has no products of experts, and {cfg.model.path} is a MoE model: set"
+            " quant.backward=bf16."
+        )
     if cfg.lora is None:
         return made
     *named, fallback = made.quant.rules
@@ -166,6 +174,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
         kl_coef=cfg.kl.coef,
         kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
         diagnostics=True,
+        backward=cfg.quant.backward,
         token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
         share=1 / max(1, len(cfg.train.widths)),
     )

@@ -265,6 +265,24 @@ def test_the_kernel_compiles_for_an_h200_and_adds_nothing_outside_the_tensor_cor
         assert bias or not re.search(r"\b(add|fma|sub)\S*\.f32", ptx)
 
 
+@pytest.mark.slow
+def test_promoted_sums_are_added_up_outside_the_tensor_cores(monkeypatch, capfd):
+    where = target()
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    shapes = (
+        (jnp.float8_e4m3fn, 512, 1024),
+        (jnp.float32, 512, 1),
+        (jnp.float8_e4m3fn, 256, 1024),
+        (jnp.float32, 256, 1),
+    )
+    args = [jax.ShapeDtypeStruct(dims, dtype, sharding=where) for dtype, *dims in shapes]
+    run = functools.partial(fused.eight_bit, bias=None, promoted=True)
+    jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    ptx = capfd.readouterr().out
+    assert len(re.findall(r"wgmma\.mma_async", ptx)) % (NARROW.k // 32) == 0
+    assert len(re.findall(r"\badd\.f32", ptx)) >= NARROW.part[0] * NARROW.part[1] // 128  # one of each of a warpgroup
+
+
 # ---- on a Hopper GPU -------------------------------------------------------------------------------------------------
 
 

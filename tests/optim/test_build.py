@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
-from qarl_jax.optim import build, eight_bit, leafwise, moments, muon
+from qarl_jax.numerics import stochastic
+from qarl_jax.optim import build, eight_bit, leafwise, muon
 from qarl_jax.optim.build import AdamW, Muon, Schedule
 from qarl_jax.optim.eight_bit import LINEAR, SIGNED, UNSIGNED, Blocks
 from qarl_jax.types import UserError
@@ -217,7 +218,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
     low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     high = (low.view(np.uint32) + np.uint32(0x10000)).view(np.float32)
     seeds = jnp.arange(2000, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
-    many = np.asarray(jax.vmap(moments.round_stochastically, (None, 0))(x, seeds), np.float64)
+    many = np.asarray(jax.vmap(stochastic.round_stochastically, (None, 0))(x, seeds), np.float64)
     assert ((many == low) | (many == high)).all()
     # Share of roundings up: its expectation is p = (x - low) / (high - low), its deviation sqrt(p (1 - p) / 2000).
     p = (x.astype(np.float64) - low) / (high - low)
@@ -232,7 +233,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
 def test_stochastic_rounding_keeps_what_bfloat16_holds_and_what_is_not_finite():
     x = jnp.array([0.0, -0.0, 1.0, -2.5, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     for seed in range(5):
-        out = moments.round_stochastically(x, jnp.uint32(seed))
+        out = stochastic.round_stochastically(x, jnp.uint32(seed))
         np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(x))
 
 
@@ -255,7 +256,7 @@ def test_second_moments_round_alike_on_every_mesh():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     x = normal(0, 16, 24)
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp")))
-    one, many = (jax.jit(moments.round_stochastically)(part, jnp.uint32(7)) for part in (x, placed))
+    one, many = (jax.jit(stochastic.round_stochastically)(part, jnp.uint32(7)) for part in (x, placed))
     np.testing.assert_array_equal(one, many)
 
 

@@ -123,8 +123,6 @@ class VllmEngine:
             raise BridgeError(f"vLLM cannot be imported by {sys.executable}: {error}", "setup") from None
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         shapes = {name: one.shape for name, one in expected.items() if adapters.is_adapter(name)}
-        if not shard.is_whole:
-            versions.name_shared_memory(os.environ["MASTER_PORT"])
         if shapes and options.arithmetic == "vllm":
             raise BridgeError("adapters are not served with rollout.engine.arithmetic=vllm: leave it out", "setup")
         arguments = versions.engine_arguments(

@@ -216,18 +216,6 @@ def _filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
     return more, theirs
 
 
-def name_shared_memory(port: str, module: str = "vllm.distributed.device_communicators.cpu_communicator") -> None:
-    """Before a sharded engine starts on a CPU: what its shards share in memory is named by the port where they meet.
-
-    vLLM has one name for all engines that are launched from outside. One that was killed leaves it behind, and no other
-    can start then ("create shm in SHMManager failed. errno: 17").
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        shared = importlib.import_module(module)._CPUSHMDistributed
-        named = shared.make_group_name
-        shared.make_group_name = staticmethod(lambda communicator: f"/qarl-{port}{named(communicator).strip('/')}")
-
-
 class Worker:
     """The worker of an in-process engine: its model, its reload interface, its KV cache."""
 

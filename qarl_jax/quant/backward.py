@@ -1,0 +1,202 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The two backward products of a linear layer in eight bits (`quant.backward`), the straight-through rule unchanged.
+
+    dX = dY W_q           contracts outputs:  dY' = dY s_w     W_q = s_w W'
+    dMaster = dY^T x_q    contracts rows:     dY' = dY s_x     x_q = s_x x'
+
+**What is rounded.** The forward's operands may be codes of the same format already, with one scale per output of the
+weight and per row of the activations (`w8a8` under int8, `fp8` under fp8). These scales lie along the contraction. They
+are multiplied into dY, and the codes are taken as they are: only dY is rounded. Every other operand gets codes of its
+own here, with a scale per row or column across the contraction, from the largest magnitude in it.
+
+**Grids.** int8: absmax / 127, codes in [-127, 127]. fp8: e4m3, absmax / 448. Whole rows and columns have one scale on
+every mesh: a maximum has no order, so a mesh moves no code.
+
+**Rounding.** Stochastic, with the bits of `numerics.stochastic`: a hash of the update's number, the micro-batch, the
+layer, the operand and the position. Two rounded operands draw independent bits, so the mean of each product is the
+product of what was rounded. A zero stays zero, and what is not finite spoils its whole row or column, which the
+optimizer's guard sees.
+
+**Sums.** int8 in int32, exact. e4m3 in float32: Hopper's tensor cores alone keep some 14 bits of a sum, so our kernel
+adds up 128 inputs at a time outside of them (`product_hopper.py`). Over several GPUs XLA multiplies, asked for its
+highest precision. On a CPU both are summed in float64, where they are exact. Scales come after the sum.
+
+**Left out.** Scales per block along the contraction (DeepSeek-V3, arXiv 2412.19437), which would keep one large row
+from coarsening a column; e5m2; random rotations; experts' weights.
+
+Sources: stochastic rounding, Gupta et al., arXiv 1502.02551; int8 training with it, SwitchBack (arXiv 2304.13013) and
+Jetfire (arXiv 2403.12422).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.kernels import rounding_triton
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import divide
+from qarl_jax.numerics.stochastic import random_bits, rounding_seed, to_e4m3, to_int8
+from qarl_jax.quant.contractions import codes_product
+from qarl_jax.quant.qtensor import QTensor
+
+Format = Literal["int8", "fp8"]
+KERNELS = {"bf16": "", "int8": "int8", "fp8": "e4m3"}
+"""The `Scheme.kernel` whose products a backward of each format has."""
+_TINY = 2.0**-100  # the least maximum that a scale is made of: its reciprocal is finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """A low-bit backward of one layer, or of a stack of layers.
+
+    Attributes:
+      format: of codes, static.
+      seed: uint32 scalar, or [layers], another one for every layer and micro-batch.
+    """
+
+    format: Format = dataclasses.field(metadata={"static": True})
+    seed: Any
+
+    def part(self, number: int, of: int) -> Backward:
+        """The same with the seed of one of `of` parts that are rounded apart."""
+        return dataclasses.replace(self, seed=random_bits((of,), self.seed)[number])
+
+
+def root_seed(updates: Any, micro_batch: Any) -> Array:
+    """The uint32 scalar that all seeds of a micro-batch's backward are made of.
+
+    Args:
+      updates, micro_batch: int32 scalars: optimizer updates before this one, and its micro-batch's number.
+    """
+    return random_bits((), rounding_seed(updates, 0) + jnp.asarray(micro_batch).astype(jnp.uint32))
+
+
+def layer_seeds(root: Any, number: int, layers: int) -> Array:
+    """uint32 [layers] of the `number`-th stack of linear maps."""
+    return random_bits((layers,), rounding_seed(root, number + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Codes of a format: their dtype, the largest one, and how a float32 of at most its magnitude is rounded."""
+
+    dtype: Any
+    largest: float
+    rounded: Callable[[Array, Array], Array]
+
+
+GRIDS: dict[str, Grid] = {
+    "int8": Grid(jnp.int8, 127.0, to_int8),
+    "fp8": Grid(jnp.float8_e4m3fn, 448.0, to_e4m3),
+}
+
+
+def _scales(x: Float[Array, "A B"], axis: int, grid: Grid) -> tuple[Array, Array]:
+    """Scales of float32 x along `axis`, [A, 1] or [1, B], and what they divide as factors."""
+    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), _TINY)
+    largest = jnp.full_like(amax, grid.largest)
+    return divide(amax, largest), divide(largest, amax)
+
+
+def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[Array, Array]:
+    """Codes [A, B] of float32 x, and float32 scales of its rows [A, 1] or columns [1, B].
+
+    Args:
+      axis: that along which x will be contracted, and which shares a scale.
+      seed: uint32 scalar.
+    """
+    scale, inverse = _scales(x, axis, grid)
+    y = jnp.clip(x * inverse, -grid.largest, grid.largest)
+    return grid.rounded(y, random_bits(x.shape, seed)), scale
+
+
+class _Contraction(NamedTuple):
+    """A way in which a matrix [A, B] is contracted, and so coded.
+
+    Attributes:
+      axis: that is contracted; what is left has a scale each.
+      factor: float32 [1, B] or [A, 1], by which the contracted elements are multiplied first; None: by nothing.
+      seed: uint32 scalar.
+    """
+
+    axis: int
+    factor: Any
+    seed: Any
+
+
+def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contraction) -> list[tuple[Array, Array]]:
+    """Codes of x for each of some contractions, with the contracted axis last, and float32 scales [.., 1]."""
+    wide = x.astype(jnp.float32)
+    scaled = [wide if way.factor is None else wide * way.factor for way in ways]
+
+    def plain(x: Array) -> list[Array]:
+        del x
+        made = [codes_of(y, way.axis, grid, way.seed)[0] for y, way in zip(scaled, ways, strict=True)]
+        return [codes if way.axis else codes.T for codes, way in zip(made, ways, strict=True)]
+
+    def kernel(x: Array, **options: Any) -> list[Array]:
+        along = [
+            rounding_triton.Along(
+                way.axis, jnp.ones((x.shape[way.axis],)) if way.factor is None else way.factor, inverse, way.seed
+            )
+            for way, (_, inverse) in zip(ways, scales, strict=True)
+        ]
+        return rounding_triton.codes(x, along, grid.rounded, grid.dtype, grid.largest, **options)
+
+    scales = [_scales(y, way.axis, grid) for y, way in zip(scaled, ways, strict=True)]
+    platforms = {"cuda": kernel} if rounding_triton.serves(numerics) else {}
+    made = jax.lax.platform_dependent(x, default=plain, **platforms)
+    return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
+
+
+def _transposed(x: Array, numerics: Numerics) -> Array:
+    """Codes [A, B] -> [B, A]. XLA would compute whatever makes them in that layout, and store it so."""
+    platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(numerics) else {}
+    return jax.lax.platform_dependent(x, default=jnp.transpose, **platforms)
+
+
+def _parts(operand: Any) -> tuple[Array, Array | None]:
+    """An operand [C, F] of a product, as what a forward holds of it, and float32 [C, 1] that its rows are multiplied by
+    or None."""
+    if isinstance(operand, QTensor):
+        one_scale = bool(operand.scheme.kernel)
+        return (operand.codes, operand.scales) if one_scale else (operand.scheme.dequantize(operand), None)
+    return operand if isinstance(operand, tuple) else (operand, None)
+
+
+def gradients(
+    backward: Backward, dy: Float[Array, "M N"], used: Any, weight: Any, master: Any, numerics: Numerics
+) -> tuple[Array, Array]:
+    """(dX [M, K] in dY's dtype, dMaster [N, K] in `master`), each rounded once.
+
+    Args:
+      dy: cotangent of the layer's output.
+      used: activations [M, K] as the forward used them: an array, or codes and scales [M, 1].
+      weight: [N, K]: a QTensor, or an array in the compute dtype.
+      master: dtype of the master.
+      numerics: whether a GPU may take kernels of ours.
+    """
+    grid, seeds = GRIDS[backward.format], random_bits((4,), backward.seed)
+    others, ways = [], []
+    for axis, operand in ((1, weight), (0, used)):
+        values, factor = _parts(operand)
+        if factor is not None and values.dtype == grid.dtype:
+            others.append((_transposed(values, numerics), jnp.ones((values.shape[1], 1), jnp.float32)))
+            ways.append(_Contraction(axis, factor if axis == 0 else factor.T, seeds[axis]))
+        else:
+            others += _coded(values, grid, numerics, _Contraction(0, factor, seeds[2 + axis]))
+            ways.append(_Contraction(axis, None, seeds[axis]))
+    made = _coded(dy, grid, numerics, *ways)
+    dx, dw = (
+        codes_product(*of_dy, codes, scale[:, 0], dtype, numerics)
+        for of_dy, (codes, scale), dtype in zip(made, others, (dy.dtype, master), strict=True)
+    )
+    return dx, dw
