@@ -38,6 +38,7 @@ from qarl_jax.loss import Loss, Objective, normalized
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
+from qarl_jax.models import sums as accumulators
 from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.models.params import part_of, united
 from qarl_jax.models.transformer import quantizable
@@ -365,7 +366,7 @@ class Learner:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def _logprobs(
-        self, params: Any, qweights: Any, batch: TrainBatch, place: Any = None
+        self, params: Any, qweights: Any, batch: TrainBatch, place: Any = None, sums: Any = None
     ) -> tuple[jax.Array, jax.Array]:
         model = models.merge(self.graphdef, *joined(params, qweights))
         if place is not None:
@@ -373,7 +374,7 @@ class Learner:
         # One response to a row, padding behind it: causality alone keeps them apart, and attention needs no mask.
         segment_ids = None if self.options.max_segments == 1 else batch.segment_ids
         hidden = model.hidden_states(
-            batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts
+            batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts, sums
         )
         with jax.named_scope("logprobs"):
             return token_logprobs(
@@ -416,12 +417,19 @@ class Learner:
         num_sequences: jax.Array,
         ref_logprobs: jax.Array | None = None,
         place: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        sums: Any = None,
     ) -> tuple[Any, dict[str, Metric]]:
-        """The gradient of one micro-batch, in `grad_dtype` or its masters', and its metrics. place: from `_place`."""
+        """The gradient of one micro-batch, in `grad_dtype` or its masters', and its metrics.
+
+        Args:
+          place: from `_place`.
+          sums: accumulators. The gradients of stacks have theirs added (`models.sums`).
+        """
         mask = batch.loss_mask
 
         def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
-            logprobs, entropy = self._logprobs(params, qweights, batch, place)
+            logprobs, entropy = self._logprobs(params, qweights, batch, place, sums)
             old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
             equal = masked_mean((jax.lax.stop_gradient(logprobs) == old).astype(jnp.float32), mask)
             inputs = LossInputs(
@@ -461,9 +469,11 @@ class Learner:
         return jax.grad(objective, has_aux=True)(params)
 
     def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
-        new, metrics = self._gradient(params, *rest)
-        add = lambda a, g: (a.astype(jnp.float32) + g.astype(jnp.float32)).astype(a.dtype)  # noqa: E731
-        return jax.tree.map(add, grads, new), metrics
+        like = self.grad_dtype if self.config.compute_dtype == self.grad_dtype else self.config.param_dtype
+        # A gradient's dtype is that of what is differentiated.
+        sums = grads if like == self.grad_dtype and accumulators.in_place(like) else None
+        new, metrics = self._gradient(params, *rest, sums=sums)
+        return accumulators.total(grads, new, inside=sums is not None), metrics
 
     def accumulate_grads(
         self,

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from qarl_jax import models
 from qarl_jax.learning import critic
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
+from qarl_jax.models.params import part_of
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.embedded.engine import footprint
@@ -269,7 +270,8 @@ def update_parts(
       chunk: tokens whose logits exist at once (`train.logprob_chunk`).
       grad_dtype: `train.grad_dtype`.
       max_segments: static bound on responses per row.
-      one_program: whether an update is a single micro-batch; otherwise an accumulator stands beside the gradient.
+      one_program: whether an update is a single micro-batch; otherwise an accumulator stands beside a layer's gradient
+        and those of embedding, head and norm.
       offload: `optimizer.offload`.
       backward: `quant.backward`; a low-bit one has two bytes of codes beside each element of the widest dY.
       mesh: count what one of its devices holds; None: everything.
@@ -288,6 +290,10 @@ def update_parts(
     if backward != "bf16":
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
+    beside = gradient  # of a micro-batch, with an accumulator of several
+    if not one_program and (own or jnp.dtype(model.param_dtype)) == grad_dtype:  # `models.sums`: a layer's at a time
+        stacks = nbytes(part_of(params, lambda path: path.startswith("stacks.")), mesh, own)
+        beside -= stacks - stacks // model.num_layers
     if not in_float32:
         layers += vocabulary
     # `Learner._gradient` rounds before it differentiates.
@@ -297,12 +303,12 @@ def update_parts(
     chunks = max(0, saved + logits + sums * vocabulary - layers)
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:
-        gone = layers + rounded + chunks + (0 if one_program else gradient)
+        gone = layers + rounded + chunks + (0 if one_program else beside)
         apart = max(0, update_scratch(params, opt_state, offload=offload, mesh=mesh) - gone)
     return {
         "masters": nbytes(params, mesh),
         "optimizer": 0 if offload else state,
-        "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
+        "gradients": gradient if one_program else beside + nbytes(params, mesh, grad_dtype),
         "masters, rounded": rounded,
         "QTensors": nbytes(qweights, mesh),
         "activations (estimate)": layers,

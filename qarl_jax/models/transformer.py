@@ -25,6 +25,7 @@ from qarl_bridge.protocol import formats
 
 from qarl_jax import quant
 from qarl_jax.kernels.attention_vendor import can_decode, runs
+from qarl_jax.models import sums as accumulators
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import (
@@ -209,6 +210,7 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         max_segments: int | None = None,
         routed_experts: Int[Array, "B T L k"] | None = None,
+        sums: nnx.State | None = None,
     ) -> Float[Array, "B T D"]:
         """Output of the final norm, in the compute dtype.
 
@@ -218,6 +220,7 @@ class Transformer(nnx.Module):
           segment_ids: sequences packed in a row do not see each other; 0 = padding; None: one sequence per row.
           max_segments: static bound on the segments of a row, each in one piece; None: as many as positions.
           routed_experts: the experts to send each position to, per layer (-1: the router's choice); None: all are.
+          sums: accumulators of gradients, shaped like masters; a stack's gradient has them added.
         """
         delta = self._embed(tokens)
         stream = self.through(
@@ -227,6 +230,7 @@ class Transformer(nnx.Module):
             segment_ids,
             max_segments=max_segments,
             routed_experts=routed_experts,
+            sums=sums,
         )
         return self.norm.add(*stream)[0]
 
@@ -238,6 +242,7 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         max_segments: int | None = None,
         routed_experts: Int[Array, "B T L k"] | None = None,
+        sums: nnx.State | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Runs all layers, from the two tensors that flow into the first to those that leave the last.
 
@@ -265,7 +270,7 @@ class Transformer(nnx.Module):
                 numerics=config.numerics,
             ), None
 
-        for stack, layers in zip(config.stacks, self.stacks, strict=True):
+        for number, (stack, layers) in enumerate(zip(config.stacks, self.stacks, strict=True)):
             structure, state = nnx.split(layers)
             routed = None
             if routed_experts is not None and stack.is_moe:
@@ -276,9 +281,12 @@ class Transformer(nnx.Module):
                 delta, residual, _ = nnx.merge(structure, state)(*stream, rope, attend, routed)
                 return (delta, residual), None
 
-            (delta, residual), _ = jax.lax.scan(
-                remat.checkpointed(body, config.remat), (delta, residual), (state, routed)
-            )
+            layer = remat.checkpointed(body, config.remat)
+            if totals := accumulators.of_stack(sums, number):
+                own = {keys: leaf.get_value() for keys, leaf in nnx.to_flat_state(state) if keys in totals}
+                delta, residual = accumulators.run(layer, (delta, residual), (state, routed), own, totals)
+            else:
+                (delta, residual), _ = jax.lax.scan(layer, (delta, residual), (state, routed))
         return delta, residual
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:

@@ -278,4 +278,4 @@ def test_the_plan_falls_by_what_a_frozen_leaf_lacks(tmp_path):
     assert part["QTensors"] == whole["QTensors"] == sum(x.nbytes for x in jax.tree.leaves(qtensors))
     lacks = sum(4 * x.size for x in models.by_path(ATTENTION.frozen(params)).values())
     assert whole["masters"] - part["masters"] == lacks
-    assert whole["gradients"] - part["gradients"] in (lacks, 2 * lacks)  # and an accumulator's
+    assert lacks < whole["gradients"] - part["gradients"] <= 2 * lacks  # an accumulator's, and a layer's beside it

@@ -106,7 +106,7 @@ def test_a_step_of_more_sequences_gets_a_larger_cache_up_to_what_is_left(run):
         for n in (16, 32, 256)
     ]
     assert caches == sorted(set(caches))
-    tight = choose.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(72 * GIB))[0].rollout.engine
+    tight = choose.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(62 * GIB))[0].rollout.engine
     assert 0 < tight.kv_cache_gb < caches[-1]
 
 
@@ -175,7 +175,7 @@ def test_a_chunked_version_takes_one_buffer_of_the_gpu(run):
         "model.remat=full", "train.micro_batch_rows=1", "train.grad_dtype=bfloat16", "optimizer.offload=true",
         "rollout.engine.memory=auto", "rollout.engine.kv_cache_gb=0",
     )  # fmt: skip
-    sizes = (58, 61, 66, 76)
+    sizes = (52, 58, 66, 76)
     engines = [choose.settle(run(*small), size * GIB)[0].rollout.engine for size in sizes]
     assert [(engine.transport, engine.staging_buffers) for engine in engines] == [
         ("host", 2), ("auto", 0), ("auto", 1), ("auto", 2)
@@ -394,5 +394,5 @@ def test_the_papers_large_models_fit_eight_gpus_of_80_gb_with_an_engine_on_each(
     settled, made = choose.settle(cfg, H100)
     assert (made.missing, made.engines, made.devices) == (0, 8, 8)
     assert settled.rollout.engine.visible_gpus == "0;1;2;3;4;5;6;7"
-    assert (settled.train.grad_dtype == "bfloat16") == ("30b" in name)  # rounding changes only where it must
+    assert settled.train.grad_dtype == "float32"  # rounding changes only where it must
     assert any("sequences of full length at once" in line for line in made.lines())

@@ -1,0 +1,123 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a stack's layers that are added to an accumulator as the backward finds them.
+
+The backward of `lax.scan` returns the gradients of all layers at once, beside the accumulator that they are added to
+afterwards: a second copy of the policy, 15 GiB at 8B in bfloat16. `run` is the same scan with a backward of its own,
+which carries the accumulator and writes a layer's rows in place:
+
+    forward     layer 0 ──► ... ──► layer L-1        keeps per layer what `remat` keeps
+    backward    layer L-1: sums[L-1] += dW  ──► ... ──► layer 0: sums[0] += dW
+
+What `jax.vjp` of a layer keeps is taken apart: weights and what all layers share are read again, and only the rest is
+stacked. The numbers are those of a gradient that is added as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Leaves = dict[Any, jax.Array]
+"""Arrays by the keys of their leaf within a stack."""
+
+
+def in_place(dtype: Any) -> bool:
+    """Whether rows of a dtype are written in place. XLA for CPUs writes bfloat16 ones through a copy in float32."""
+    return jnp.dtype(dtype).itemsize == 4 or jax.default_backend() != "cpu"
+
+
+def of_stack(sums: nnx.State | None, number: int) -> Leaves:
+    """The accumulators of a stack's leaves; empty: there are none."""
+    flat = [] if sums is None else nnx.to_flat_state(sums)
+    return {keys[2:]: leaf.get_value() for keys, leaf in flat if keys[:2] == ("stacks", number)}
+
+
+def total(sums: nnx.State, grads: nnx.State, *, inside: bool) -> nnx.State:
+    """Accumulators after a micro-batch. inside: those of the stacks are in their gradients already."""
+    before = dict(nnx.to_flat_state(sums))
+
+    def of(keys: Any, grad: Any) -> Any:
+        return (
+            grad if inside and keys[0] == "stacks" else grad.replace(added(before[keys].get_value(), grad.get_value()))
+        )
+
+    return nnx.from_flat_state([(keys, of(keys, grad)) for keys, grad in nnx.to_flat_state(grads)])
+
+
+def added(total: jax.Array, grad: jax.Array) -> jax.Array:
+    """Their sum in float32, rounded to the dtype of `total`."""
+    return (total.astype(jnp.float32) + grad.astype(jnp.float32)).astype(total.dtype)
+
+
+def _at(tree: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def run(body: Callable[..., Any], stream: Any, elements: Any, own: Leaves, sums: Leaves) -> Any:
+    """`lax.scan(body, stream, elements)[0]`, whose gradient with respect to `own` is `sums` with the gradient added.
+
+    Args:
+      body: (stream, element) -> (stream, None), under a `remat` policy.
+      elements: (state of a stack, anything else), arrays [L, ...]; no gradient flows to them but by `own`.
+      own: the leaves of the state that learn. sums: an accumulator of each, of its dtype.
+    """
+    elements = jax.lax.stop_gradient(elements)
+    length = len(next(iter(own.values())))
+
+    def layer(stream: Any, weights: Leaves, element: Any) -> Any:
+        state, rest = element
+        flat = nnx.to_flat_state(state)
+        put = [(keys, leaf.replace(weights[keys]) if keys in weights else leaf) for keys, leaf in flat]
+        return body(stream, (nnx.from_flat_state(put), rest))[0]
+
+    def weights_of(element: Any) -> Leaves:
+        return {keys: leaf.get_value() for keys, leaf in nnx.to_flat_state(element[0]) if keys in own}
+
+    first = _at(elements, jnp.int32(0))
+    layer, shared = jax.closure_convert(layer, stream, weights_of(first), first)
+    kept: dict[str, Any] = {}  # how what a layer keeps is put together: the same for all of them
+
+    @jax.custom_vjp
+    def through(stream: Any, own: Leaves, sums: Leaves) -> Any:
+        return forward(stream, own, sums)[0]
+
+    def forward(stream: Any, own: Leaves, sums: Leaves) -> Any:
+        def one(stream: Any, index: jax.Array) -> tuple[Any, list[jax.Array]]:
+            element = _at(elements, index)
+            read = [*jax.tree.leaves(element), *shared]
+            out, vjp = jax.vjp(lambda stream, own: layer(stream, own, element, *shared), stream, weights_of(element))
+            leaves, kept["structure"] = jax.tree.flatten(vjp)
+            kept["places"] = [next((i for i, x in enumerate(read) if x is leaf), None) for leaf in leaves]
+            return out, [leaf for leaf, place in zip(leaves, kept["places"], strict=True) if place is None]
+
+        out, saved = jax.lax.scan(one, stream, jnp.arange(length, dtype=jnp.int32))
+        return out, (saved, sums)
+
+    def backward(residuals: Any, cotangent: Any) -> tuple[Any, Leaves, None]:
+        saved, sums = residuals
+
+        def one(carry: Any, given: Any) -> tuple[Any, None]:
+            (cotangent, sums), (index, own_saved) = carry, given
+            read, rest = [*jax.tree.leaves(_at(elements, index)), *shared], iter(own_saved)
+            leaves = [next(rest) if place is None else read[place] for place in kept["places"]]
+            cotangent, grads = jax.tree.unflatten(kept["structure"], leaves)(cotangent)
+            return (cotangent, jax.tree.map(functools.partial(_add_row, index), sums, grads)), None
+
+        order = jnp.arange(length, dtype=jnp.int32)
+        (cotangent, sums), _ = jax.lax.scan(one, (cotangent, sums), (order, saved), reverse=True)
+        return cotangent, sums, None
+
+    through.defvjp(forward, backward)
+    return through(stream, own, sums)
+
+
+def _add_row(index: jax.Array, sums: jax.Array, grad: jax.Array) -> jax.Array:
+    """Accumulators [L, ...] with a layer's gradient added."""
+    row = added(jax.lax.dynamic_index_in_dim(sums, index, keepdims=False), grad)
+    return jax.lax.dynamic_update_index_in_dim(sums, row, index, 0)
