@@ -5,10 +5,10 @@
     dX = dY W_q           contracts outputs:  dY' = dY s_w     W_q = s_w W'
     dMaster = dY^T x_q    contracts rows:     dY' = dY s_x     x_q = s_x x'
 
-**What is rounded.** The forward's operands may be codes of the same format already, with one scale per output of the
-weight and per row of the activations (`w8a8` under int8, `fp8` under fp8). These scales lie along the contraction. They
-are multiplied into dY, and the codes are taken as they are: only dY is rounded. Every other operand gets codes of its
-own here, with a scale per row or column across the contraction, from the largest magnitude in it.
+**What is rounded.** Every operand gets codes of its own, with a scale per row or column across the contraction: its
+largest magnitude in it. Under fp8 with an `fp8` forward only dY is rounded: weight and activations are such codes
+already, whose scales lie along the contraction and are multiplied into dY. int8 has no range for that. Under `w8a8` it
+took the cosine to bf16's gradient from 0.987 to 0.954 at Qwen2.5-Coder-0.5B, by the scales of the weight's outputs.
 
 **Grids.** int8: absmax / 127, codes in [-127, 127]. fp8: e4m3, absmax / 448. Whole rows and columns have one scale on
 every mesh: a maximum has no order, so a mesh moves no code.
@@ -86,16 +86,18 @@ def layer_seeds(root: Any, number: int, layers: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Codes of a format: their dtype, the largest one, and how a float32 of at most its magnitude is rounded."""
+    """Codes of a format: their dtype, the largest one, how a float32 of at most its magnitude is rounded, and whether a
+    forward's codes are taken as they are."""
 
     dtype: Any
     largest: float
     rounded: Callable[[Array, Array], Array]
+    takes_codes: bool
 
 
 GRIDS: dict[str, Grid] = {
-    "int8": Grid(jnp.int8, 127.0, to_int8),
-    "fp8": Grid(jnp.float8_e4m3fn, 448.0, to_e4m3),
+    "int8": Grid(jnp.int8, 127.0, to_int8, takes_codes=False),
+    "fp8": Grid(jnp.float8_e4m3fn, 448.0, to_e4m3, takes_codes=True),
 }
 
 
@@ -188,7 +190,7 @@ def gradients(
     others, ways = [], []
     for axis, operand in ((1, weight), (0, used)):
         values, factor = _parts(operand)
-        if factor is not None and values.dtype == grid.dtype:
+        if grid.takes_codes and factor is not None and values.dtype == grid.dtype:
             others.append((_transposed(values, numerics), jnp.ones((values.shape[1], 1), jnp.float32)))
             ways.append(_Contraction(axis, factor if axis == 0 else factor.T, seeds[axis]))
         else:
