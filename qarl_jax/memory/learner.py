@@ -235,6 +235,15 @@ def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: A
     return nbytes(nnx.from_flat_state(flat), mesh, dtype)
 
 
+def beside_sums(model: models.ModelConfig, params: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
+    """Bytes of a micro-batch's gradient that stand beside an accumulator: a layer's, and those outside of the stacks.
+
+    See `models.sums`. dtype: of the gradient; None: the masters'.
+    """
+    stacks = nbytes(part_of(params, lambda path: path.startswith("stacks.")), mesh, dtype)
+    return nbytes(params, mesh, dtype) - stacks + stacks // model.num_layers
+
+
 def update_parts(
     model: models.ModelConfig,
     params: Any,
@@ -290,10 +299,9 @@ def update_parts(
     if backward != "bf16":
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
-    beside = gradient  # of a micro-batch, with an accumulator of several
-    if not one_program and (own or jnp.dtype(model.param_dtype)) == grad_dtype:  # `models.sums`: a layer's at a time
-        stacks = nbytes(part_of(params, lambda path: path.startswith("stacks.")), mesh, own)
-        beside -= stacks - stacks // model.num_layers
+    beside = gradient
+    if not one_program and (own or jnp.dtype(model.param_dtype)) == grad_dtype:
+        beside = beside_sums(model, params, mesh, own)
     if not in_float32:
         layers += vocabulary
     # `Learner._gradient` rounds before it differentiates.
