@@ -5,10 +5,10 @@
     dX = dY W_q           contracts outputs:  dY' = dY s_w     W_q = s_w W'
     dMaster = dY^T x_q    contracts rows:     dY' = dY s_x     x_q = s_x x'
 
-**What is rounded.** Every operand gets codes of its own, with a scale per row or column across the contraction: its
-largest magnitude in it. Under fp8 with an `fp8` forward only dY is rounded: weight and activations are such codes
-already, whose scales lie along the contraction and are multiplied into dY. int8 has no range for that. Under `w8a8` it
-took the cosine to bf16's gradient from 0.987 to 0.954 at Qwen2.5-Coder-0.5B, by the scales of the weight's outputs.
+**What is rounded.** Every operand gets codes of its own. Each row or column across the contraction has a scale from its
+largest magnitude. Under fp8 with an `fp8` forward only dY is rounded: weight and activations are such codes already,
+whose scales lie along the contraction and are multiplied into dY. int8 has no range for that. Under `w8a8` it took the
+cosine to bf16's gradient from 0.987 to 0.954 at Qwen2.5-Coder-0.5B, by the scales of the weight's outputs.
 
 **Grids.** int8: absmax / 127, codes in [-127, 127]. fp8: e4m3, absmax / 448. Whole rows and columns have one scale on
 every mesh: a maximum has no order, so a mesh moves no code.
