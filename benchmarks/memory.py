@@ -41,7 +41,8 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks import shapes
 from benchmarks.shapes import Setting
-from qarl_jax.learning.learner import Learner, TrainState
+from qarl_jax.learning.learner import Learner
+from qarl_jax.learning.state import TrainState
 from qarl_jax.memory import learner as on_learner
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.runtime.mesh import MESH_AXES, param_shardings

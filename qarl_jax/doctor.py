@@ -343,8 +343,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         else:
             yield Check(name=name, status="ok", found=found)
     if cfg.quant.backward != "bf16":
-        found = f"dX and dW of these matrices in {cfg.quant.backward} codes"
-        yield Check(name="backward", status="ok", found=found)
+        yield check("backward", True, f"dX and dW of these matrices in {cfg.quant.backward} codes", "")
 
 
 def mesh(cfg: RunConfig) -> Check:
@@ -570,12 +569,6 @@ def _machine_and_config(cfg: RunConfig | None) -> Iterator[Check]:
         yield from with_config(cfg)
 
 
-def render(line: Check) -> str:
-    """One check as text; what to do stands on a line of its own."""
-    text = f"{line.status:<5} {line.name:<18} {line.found}"
-    return f"{text}\n{'':<24} -> {line.todo}" if line.todo else text
-
-
 @entry_point
 @progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
@@ -593,14 +586,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in examine(cfg, probes=not args.no_probe, tell=lambda text: print(text, file=sys.stderr, flush=True)):
         lines.append(line)
         if not args.json:
-            print(render(line), flush=True)
+            print(line.in_words(), flush=True)
     counts = collections.Counter(line.status for line in lines)
-    failed = counts["fail"] > 0
     if args.json:
-        print(json.dumps({"ok": not failed, "checks": [dataclasses.asdict(line) for line in lines]}, indent=1))
+        print(json.dumps({"ok": not counts["fail"], "checks": [dataclasses.asdict(line) for line in lines]}, indent=1))
     else:
         print(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
-    return 2 if failed else 0
+    return 2 if counts["fail"] else 0
 
 
 if __name__ == "__main__":

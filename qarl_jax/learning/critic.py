@@ -53,8 +53,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from qarl_jax import models, quant
-from qarl_jax.learning.learner import TrainState, fresh_state
 from qarl_jax.learning.lora import Config as LoraConfig
+from qarl_jax.learning.state import TrainState, fresh_state
 from qarl_jax.learning.trainable import ALL, Trainable, joined
 from qarl_jax.loss import Loss, normalized
 from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_rewards, turn_starts, whiten

@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax import models, quant
 from qarl_jax.learning import pieces
+from qarl_jax.learning.state import TrainState, fresh_state
 from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
 from qarl_jax.loss import Loss, Objective, normalized
 from qarl_jax.loss.common import diagnostics
@@ -60,33 +61,6 @@ def is_exact(metrics: Mapping[str, Metric]) -> jax.Array:
     share = metrics[EXACT]
     assert isinstance(share, Mean)
     return jnp.asarray(share.total) == jnp.asarray(share.count)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """Everything an optimizer update reads and writes.
-
-    Attributes:
-      params: nnx.State of the masters that learn (float32 by default).
-      opt_state: `leafwise.State`.
-      updates: int32 scalar, optimizer updates applied so far.
-    """
-
-    params: Any
-    opt_state: Any
-    updates: Any
-
-    def entries(self) -> dict[str, Any]:
-        """The state as a checkpoint's named entries, so that the params can be read alone."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-def fresh_state(update: by_stack.Update, params: Any, places: Any, replicated: NamedSharding) -> TrainState:
-    """The state before the first `update`: `params` put where `places` (a tree like it) says, moments beside them."""
-    params = jax.device_put(params, places)
-    opt_state = leafwise.init(update.optimizer, params)
-    return update.placed(TrainState(params=params, opt_state=opt_state, updates=processes.put(np.int32(0), replicated)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -514,10 +488,8 @@ class Learner:
         put = lambda count: processes.put(np.int32(count), self.replicated)  # noqa: E731
         return updates if isinstance(updates, jax.Array) else put(updates), put(number)
 
-    def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
-        return processes.put(np.float32(num_tokens), self.replicated), processes.put(
-            np.float32(num_sequences), self.replicated
-        )
+    def _counts(self, *counts: float) -> tuple[jax.Array, ...]:
+        return tuple(processes.put(np.float32(count), self.replicated) for count in counts)
 
     def _added(
         self,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qarl_jax import models
-from qarl_jax.learning.learner import Learner, TrainState
+from qarl_jax.learning.learner import Learner
+from qarl_jax.learning.state import TrainState
 from qarl_jax.learning.trainable import joined
 from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qarl_jax import data, models
-from qarl_jax.learning.learner import TrainState
+from qarl_jax.learning.state import TrainState
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates, advantages_of, packed_rows

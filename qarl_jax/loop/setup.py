@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from qarl_jax import data, models
-from qarl_jax.learning.learner import TrainState
+from qarl_jax.learning.state import TrainState
 from qarl_jax.loop import first_mismatch, first_step, resume
 from qarl_jax.loop.ahead import Ahead
 from qarl_jax.loop.collector import Collector

@@ -20,7 +20,8 @@ from jaxtyping import Float
 
 from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
-from qarl_jax.learning.learner import Learner, TrainState, is_exact
+from qarl_jax.learning.learner import Learner, is_exact
+from qarl_jax.learning.state import TrainState
 from qarl_jax.loop import first_mismatch, step_metrics
 from qarl_jax.loop.pipeline import Scoring, StepStream, drained
 from qarl_jax.loop.proximal import Proximal

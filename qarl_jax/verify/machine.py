@@ -48,6 +48,11 @@ class Check:
     found: str
     todo: str = ""
 
+    def in_words(self) -> str:
+        """The check as text; what to do stands on a line of its own."""
+        text = f"{self.status:<5} {self.name:<18} {self.found}"
+        return f"{text}\n{'':<24} -> {self.todo}" if self.todo else text
+
 
 def amount(nbytes: float) -> str:
     """Bytes for people. Example: amount(3 * 2**20) == "3 MiB"."""

@@ -13,7 +13,8 @@ import pytest
 
 from qarl_jax import models
 from qarl_jax.learning import learner as learning
-from qarl_jax.learning.learner import Learner, Options, TrainState
+from qarl_jax.learning.learner import Learner, Options
+from qarl_jax.learning.state import TrainState
 from qarl_jax.loss import get_loss
 from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime.mesh import make_mesh

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from qarl_jax import models
-from qarl_jax.learning.learner import Learner, Options, TrainState
+from qarl_jax.learning.learner import Learner, Options
+from qarl_jax.learning.state import TrainState
 from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loss import get_loss

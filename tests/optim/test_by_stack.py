@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qarl_jax.learning.learner import TrainState
+from qarl_jax.learning.state import TrainState
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.optim.build import AdamW, Muon, Schedule
 from qarl_jax.optim.eight_bit import Blocks
