@@ -97,8 +97,11 @@ class DeviceCopy:
         checked, extremes = [], []
         for entries in _runs(self.manifest.tensors):
             values = self._run(entries)
-            if entries[0].dtype == "float8_e4m3fn":
-                low, high = _e4m3_extremes(values, any(map(staged.is_scale, entries)))
+            if entries[0].dtype == "float8_e4m3fn" and any(map(staged.is_scale, entries)):
+                values = values.bfloat16()  # which holds them exactly, and can be compared
+            if values.dtype == torch.float8_e4m3fn:
+                nan = ((values.view(torch.uint8) & 0x7F) == 0x7F).any(dim=1).float()
+                low = high = torch.where(nan > 0, torch.nan, nan)
             elif values.dtype.is_floating_point:
                 low, high = torch.aminmax(values, dim=1)  # both NaN if anything is
             else:
@@ -145,23 +148,6 @@ class DeviceCopy:
         if close is not None:
             self._buffer, self._views, self._sums = None, {}, None
             close(self._sound)
-
-
-def _e4m3_extremes(values: Any, wanted: bool) -> tuple[Any, Any]:
-    """Least and largest number of each row [R, n], both NaN if any is; zeros for finite rows unless `wanted`.
-
-    torch has no comparison of e4m3: magnitudes are ordered as their bytes are.
-    """
-    raw = values.view(torch.uint8)
-    magnitude = raw & 0x7F
-    nan = (magnitude == 0x7F).any(dim=1)
-    low = high = torch.zeros(len(raw), device=raw.device)
-    if wanted:
-        signed = torch.where(raw > 0x7F, -magnitude.to(torch.int8), magnitude.to(torch.int8))
-        ends = torch.stack(torch.aminmax(signed, dim=1))
-        size = ends.abs().to(torch.uint8).view(torch.float8_e4m3fn).float()
-        low, high = torch.where(ends < 0, -size, size)
-    return torch.where(nan, torch.nan, low), torch.where(nan, torch.nan, high)
 
 
 def _runs(entries: list[messages.TensorEntry]) -> list[list[messages.TensorEntry]]:
