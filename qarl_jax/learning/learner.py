@@ -443,8 +443,7 @@ class Learner:
         return jax.grad(objective, has_aux=True)(params)
 
     def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
-        like = self.grad_dtype if self.config.compute_dtype == self.grad_dtype else self.config.param_dtype
-        # A gradient's dtype is that of what is differentiated.
+        like = accumulators.gradient_dtype(self.config, self.grad_dtype)
         sums = grads if like == self.grad_dtype and accumulators.in_place(like) else None
         new, metrics = self._gradient(params, *rest, sums=sums)
         return accumulators.total(grads, new, inside=sums is not None), metrics

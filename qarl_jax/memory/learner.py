@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from qarl_jax import models
 from qarl_jax.learning import critic
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
+from qarl_jax.models import sums as accumulators
 from qarl_jax.models.params import part_of
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
@@ -300,7 +301,7 @@ def update_parts(
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
     beside = gradient
-    if not one_program and (own or jnp.dtype(model.param_dtype)) == grad_dtype:
+    if not one_program and accumulators.gradient_dtype(model, grad_dtype) == grad_dtype:
         beside = beside_sums(model, params, mesh, own)
     if not in_float32:
         layers += vocabulary

@@ -23,8 +23,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qarl_jax.models.config import ModelConfig
+
 Leaves = dict[Any, jax.Array]
 """Arrays by the keys of their leaf within a stack."""
+
+
+def gradient_dtype(config: ModelConfig, wanted: Any) -> jnp.dtype:
+    """The dtype in which the backward finds gradients: `wanted` where it is the compute dtype, else the masters'.
+
+    A gradient has the dtype of what is differentiated, and `Learner` rounds masters first in the former case.
+    """
+    return jnp.dtype(wanted if config.compute_dtype == wanted else config.param_dtype)
 
 
 def in_place(dtype: Any) -> bool:
