@@ -45,17 +45,30 @@ def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
     assert torch.equal(torch.from_dlpack(mine), whole)
 
 
+def layer(shape, least):
+    """x [2048, K], w [N, K] whose rows' sizes fall from 0.1 to `least`, bias [N]; bfloat16."""
+    n, k = shape
+    keys = jax.random.split(jax.random.key(n + k), 3)
+    x = jax.random.normal(keys[0], (2048, k), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (n, k)) * jnp.geomspace(0.1, least, n)[:, None]).astype(jnp.bfloat16)
+    return x, w, jax.random.normal(keys[2], (n,), jnp.bfloat16)
+
+
+def learners(x, w, qt, bias):
+    """The layer's output in the learner, which mirrors vLLM on CUDA."""
+    numerics = quant.resolve("cuda").of_layer(*w.shape)
+    return jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=numerics))(x)
+
+
 @pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased):
     torch = pytest.importorskip("torch")
     from qarl_bridge.engine.cuda import nvfp4, ops
 
-    n, k = shape
-    keys = jax.random.split(jax.random.key(n + k), 3)
-    x = jax.random.normal(keys[0], (2048, k), jnp.bfloat16)
-    w = (jax.random.normal(keys[1], (n, k)) * jnp.geomspace(0.1, 1e-7, n)[:, None]).astype(jnp.bfloat16)
-    bias = jax.random.normal(keys[2], (n,), jnp.bfloat16) if biased else None
+    n, _ = shape
+    x, w, bias = layer(shape, least=1e-7)
+    bias = bias if biased else None
     qt = quant.quantize(w, quant.parse_scheme("nvfp4"))
     scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
     words, turned = nvfp4.served(torch.from_dlpack(qt.codes), scales)
@@ -67,9 +80,7 @@ def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased)
     whole = ops.product(x_t, decoded, bias=bias_t, factor=factor)
     for rows in (1, 17, 64, 128, 200, 2048):
         assert torch.equal(ops.product(x_t[:rows], words, turned, bias_t, factor=factor), whole[:rows])
-    numerics = quant.resolve("cuda").of_layer(n, k)
-    mine = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=numerics))(x)
-    assert torch.equal(torch.from_dlpack(mine), whole)
+    assert torch.equal(torch.from_dlpack(learners(x, w, qt, bias)), whole)
 
 
 @pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
@@ -81,10 +92,7 @@ def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(sha
     from qarl_bridge.engine.cuda import asym_ops, ops
 
     n, k = shape
-    keys = jax.random.split(jax.random.key(n + k), 3)
-    x = jax.random.normal(keys[0], (2048, k), jnp.bfloat16)
-    w = (jax.random.normal(keys[1], (n, k)) * jnp.geomspace(0.1, 1e-4, n)[:, None]).astype(jnp.bfloat16)
-    bias = jax.random.normal(keys[2], (n,), jnp.bfloat16)
+    x, w, bias = layer(shape, least=1e-4)
     scheme = quant.parse_scheme(name)
     qt = quant.quantize(w, scheme)
     planes = [(torch.from_dlpack(qt.arrays[a.name]), 8 // a.inputs) for a in scheme.wire.arrays if "codes" in a.name]
@@ -99,9 +107,7 @@ def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(sha
     whole = ops.product(x_t, decoded, bias=bias_t)
     for rows in (1, 8, 17, 64, 128, 200, 512):
         assert torch.equal(ops.product(x_t[:rows], words, bias=bias_t), whole[:rows])
-    numerics = quant.resolve("cuda").of_layer(n, k)
-    mine = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=numerics))(x)
-    assert torch.equal(torch.from_dlpack(mine), whole)
+    assert torch.equal(torch.from_dlpack(learners(x, w, qt, bias)), whole)
 
 
 @pytest.mark.parametrize("rank", [8, 32, 64])
