@@ -6,7 +6,7 @@
 
 The products of a layer (q|k|v, o, gate|up, down) run together in one CUDA graph, over several layers with weights of
 their own; before each replay a write of 256 MB takes what the L2 cache held. Printed per scheme and number of rows:
-microseconds a layer, times bf16 (cuBLAS), share of the card's bandwidth, and whether every output has the bits of the
+microseconds a layer, times bf16 (cuBLAS), share of the GPU's bandwidth, and whether every output has the bits of the
 decoded weights' product. `--tiles` times each product alone, under every tile that fits. On a CPU, where there is
 nothing of that, the bridge's CPU layers are timed.
 """

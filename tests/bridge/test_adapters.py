@@ -109,7 +109,7 @@ def test_read_back_finds_what_is_not_the_published_adapter(mode):
 
 
 def test_two_shards_compute_the_halves_of_one_shard():
-    """Of q|k|v each has half of the rows of every part; o's inputs are gathered."""
+    """Each has half of the rows of every part of q|k|v; o's inputs are gathered."""
     modules, whole, version = made(dict.fromkeys(SIZES, 4))
     whole.load(version)
     x = torch.from_numpy(np.random.default_rng(1).normal(size=(5, K))).bfloat16()

@@ -108,7 +108,7 @@ def test_gradients_lie_within_the_rounding_of_float64s(scheme, form):
 
 
 def bounds(a, form):
-    """What a rounding of rows moves each of them at most: a step of int8, or an eighth of the value in e4m3."""
+    """The most that a rounding of rows moves each of them: a step of int8, or an eighth of the value in e4m3."""
     scale = np.abs(a).max(1, keepdims=True) / GRIDS[form].largest
     return (
         scale * np.where(a == 0, 0, 1)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights with zero points as CUDA multiplies them: words, and how a thread makes bf16((q - z) s t) of them.
 
-The inputs of a product of tensor cores are 16 at a time, and a thread has the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
+Tensor cores multiply 16 inputs at a time. A thread has the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
 of them, t being its place among four. Of 128 inputs, input 16 i + 8 f + 2 t + e is therefore found in words of thread
 t, which follow each other; e is the upper half of a word. Codes of eight bits are four to a word, of two bits 16:
 
@@ -80,7 +80,7 @@ def _program(lines: list[str], outputs: int, words: int, halves: int) -> tuple[t
 
 
 def _decoder(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Of a word, the word of its lowest bits, and s t and z of each i -> weights (i, e)."""
+    """Decodes a word, the word of its lowest bits, and s t and z of each i -> weights (i, e)."""
     pairs = {8: 2, 4: 4}.get(bits, 8)
     first = 2 * pairs
     lines = [f"mov.b32 w, ${first};", f"mov.b32 v, ${first + 1};"]
@@ -92,7 +92,7 @@ def _decoder(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
 
 
 def _levels() -> tuple[tl.constexpr, tl.constexpr]:
-    """Of four e4m3 scales, four zero points, t and the middle -> four s t and four z less the middle, bfloat16.
+    """Four e4m3 scales, four zero points, t and the middle -> four s t and four z less the middle, bfloat16.
 
     A scale's bits are put where a bfloat16 has the end of its exponent and the start of its mantissa: s 2^-120."""
     lines = ["mov.b32 s, {$10, $10};", "mov.b32 z, {$11, $11};"]
@@ -288,7 +288,7 @@ class Words:
         return self.codes.shape[0] * split_k.STEP
 
     def descriptors(self, bn: int, bk: int) -> tuple[Any, Any, Any]:
-        """Of tiles of bn outputs and bk inputs: codes, low, levels."""
+        """Codes, low and levels of tiles of bn outputs and bk inputs."""
         blocks, c = bk // split_k.STEP, self.levels.shape[1]
         words, low = (
             None if part is None else TensorDescriptor.from_tensor(part, [blocks, bn, part.shape[2]])
