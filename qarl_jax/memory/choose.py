@@ -339,7 +339,7 @@ def _sized(cfg: RunConfig, size: int, room: int) -> dict[str, Any]:
 
 def _staging(cfg: RunConfig) -> Knob:
     engine = cfg.rollout.engine
-    if not engine.stages_on_gpu or engine.has_own_gpu:
+    if not engine.stages_on_gpu or engine.has_own_gpu or learner.held_once(cfg):
         return [Choice(settings={})]
     if cfg.lora is not None:  # a buffer would hold the frozen base once more, for one publish
         note = "the base goes through host memory, once, as adapters do"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from qarl_jax import models
-from qarl_jax.memory.learner import GIB, Shapes, nbytes, shapes
+from qarl_jax.memory.learner import GIB, Shapes, held_once, nbytes, shapes
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
@@ -27,10 +27,11 @@ def _of_a_version(count: Callable[[PolicyWeights], int]) -> Callable[[RunConfig]
     """A function of a run's config that counts once for all runs whose versions have the same shapes."""
 
     @functools.cache
-    def counted(made: Shapes) -> int:
-        return count(PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published))
+    def counted(made: Shapes, elsewhere: frozenset[str]) -> int:
+        weights = PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published, elsewhere=elsewhere)
+        return count(weights)
 
-    return functools.wraps(count)(lambda cfg: counted(shapes(cfg)))
+    return functools.wraps(count)(lambda cfg: counted(shapes(cfg), held_once(cfg)))
 
 
 @_of_a_version
@@ -42,10 +43,12 @@ def chunk_bytes(weights: PolicyWeights) -> int:
 
 @_of_a_version
 def published_bytes(weights: PolicyWeights) -> int:
-    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
-    covered = models.by_path(weights.qweights)
-    rest = {path: leaf for path, leaf in models.by_path(weights.params).items() if path not in covered}
-    return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
+    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16; nothing of a
+    base that it reads in the trainer's memory."""
+    covered, elsewhere = models.by_path(weights.qweights), weights.elsewhere
+    own = {path: leaf for path, leaf in covered.items() if path not in elsewhere}
+    rest = {p: leaf for p, leaf in models.by_path(weights.params).items() if p not in covered and p not in elsewhere}
+    return nbytes(own) + nbytes(rest, dtype=jnp.bfloat16)
 
 
 @_of_a_version
@@ -63,10 +66,11 @@ def layer_copies(weights: PolicyWeights) -> int:
 def staging_bytes(cfg: RunConfig) -> int:
     """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many.
 
-    A frozen base is staged once; the versions after it are adapters, which go through host memory.
+    A frozen base is staged once; the versions after it are adapters, which go through host memory. So does all that the
+    engine of a base that is held once is given.
     """
     engine = cfg.rollout.engine
-    if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu:
+    if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu or held_once(cfg):
         return 0
     buffers = engine.staging_buffers if cfg.lora is None else min(1, engine.staging_buffers)
     return buffers * published_bytes(cfg) or chunk_bytes(cfg)

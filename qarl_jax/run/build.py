@@ -33,6 +33,7 @@ from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run import estimators
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
@@ -243,6 +244,24 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, frozen: Any, mesh: M
 def make_grader(cfg: RunConfig) -> Grader:
     """The run's reward."""
     return Grader(cfg.reward, max_response_len=cfg.rollout.max_response_len)
+
+
+def holds_base_once(cfg: RunConfig, devices: int) -> bool:
+    """Tells whether learner and engine hold the run's frozen base once, as far as it can be (`vllm.one_base`).
+
+    So it is for adapters whose learner has one device with one vLLM on it, started by the run. With
+    `rollout.engine.transport=host` each holds a copy.
+
+    Args:
+      devices: of the learner's mesh.
+    """
+    engine = cfg.rollout.engine
+    if not isinstance(engine, VllmConfig) or cfg.lora is None or cfg.critic is not None:
+        return False
+    there = engine.engine == "vllm" and engine.started == 1 and not engine.endpoints and not engine.has_own_gpu
+    plain = engine.arithmetic == "batch_invariant" and engine.tensor_parallel_size == 1 and engine.transport != "host"
+    alone = devices == 1 and processes.planned(cfg.distributed) == 1
+    return there and plain and alone and cfg.quant.rollout_scheme == cfg.quant.forward
 
 
 def make_schedule(cfg: RunConfig) -> Schedule | None:

@@ -19,11 +19,12 @@ What is held afterwards is proved by the functional read-back (readback/linear.p
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,7 +35,7 @@ from qarl_bridge.engine.cpu import build
 from qarl_bridge.engine.machine import Cpu, Cuda, Machine
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.engine.shard import Shard
-from qarl_bridge.protocol import adapters, expert_stacks, formats, messages
+from qarl_bridge.protocol import adapters, expert_stacks, formats, messages, one_base
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import staged_gpu
 from qarl_bridge.server.engine_api import Finished, Parts, Sweeps, lasts
@@ -42,6 +43,7 @@ from qarl_bridge.server.staged import Copy
 
 if TYPE_CHECKING:  # it imports torch, which reads its settings when it is imported
     from qarl_bridge.engine.adapters import Adapters
+    from qarl_bridge.engine.one_base import Base
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
@@ -106,7 +108,9 @@ class VllmEngine:
         has_weights: bool,
         options: messages.EngineOptions,
         shard: Shard = Shard(),
+        base: Sequence[one_base.Place] = (),
     ):
+        """base: what of the weights lies in the trainer's memory; `expected` lacks it."""
         self.expected, self.has_weights, self._shard = expected, has_weights, shard
         activations = _int4_activations(config)
         _prepare_environment(activations == "int8")
@@ -129,12 +133,15 @@ class VllmEngine:
             options, path=path, has_weights=has_weights, on_gpu=on_gpu, adapters=shapes
         )
         departures = self._machine.replace(config, options)
+        self._one_base = self._opened(base, on_gpu=on_gpu) if base else None
         if not shard.is_whole:
             shard_memory.keep_apart(shard.owner)
         self._engine = _started(arguments | shard.arguments(), path)
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
+        if self._one_base is not None:
+            self._one_base.check(self._modules)
         self._routing: Recorder | None = self._worker.recorder
         self._adapters: Adapters | None = self._worker.adapters
         self.met = self._worker.met
@@ -143,6 +150,7 @@ class VllmEngine:
         notes = [*versions.untested_note(vllm.__version__), self._machine.note]
         notes += [] if shard.is_whole else [f"{shard.size} shards, each with its own scales of activations"]
         notes += [f"{len(self._adapters)} layers with adapters"] if self._adapters else []
+        notes += [f"{len(self._one_base.layers)} layers read the trainer's memory"] if self._one_base else []
         self.facts = messages.Facts(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -163,6 +171,15 @@ class VllmEngine:
             tensor_parallel_size=shard.size,
         )
         self._receiver = staged_gpu.receiver() if on_gpu else None
+
+    def _opened(self, places: Sequence[one_base.Place], *, on_gpu: bool) -> Base:
+        """Maps the base before the model is made, whose layers then have no weights of their own."""
+        from qarl_bridge.engine import nvfp4_layers
+        from qarl_bridge.engine.one_base import Base
+
+        base = Base.open(places, on_gpu=on_gpu)
+        nvfp4_layers.GIVEN.update(base.layers)
+        return base
 
     def _look_inside(self, activations: str) -> None:
         """Makes the reader and the loader of weights: whole modules, of which a shard has parts."""
@@ -261,6 +278,8 @@ class VllmEngine:
                 self._prove_whole(parts)
         else:
             self._reload(parts)
+        if self._one_base is not None:
+            self._one_base.load(self._modules)
         self._machine.after_load(self._modules)
         self._worker.forget()
 
@@ -373,7 +392,7 @@ class VllmEngine:
         if not self._shard.is_whole:
             whole = parts
             parts = Sweeps(lambda: (self._shard.part_of(part) for part in whole), lasts(whole))
-        parts, held = self._on_torch(parts), self._adapters
+        parts, held = self._with_base(self._on_torch(parts), partial), self._adapters
         if held is None:
             return self._readback.compare(parts, mode, seed, partial=partial)
         found = np.zeros(2, int)
@@ -385,6 +404,13 @@ class VllmEngine:
 
         layers, rows = self._readback.compare(base(), mode, seed, partial=partial)
         return layers + int(found[0]), rows + int(found[1])
+
+    def _with_base(self, parts: Parts, partial: bool) -> Parts:
+        """Adds the tensors that lie in the trainer's memory to those of a whole version."""
+        base = self._one_base
+        if base is None or partial:
+            return parts
+        return Sweeps(lambda: itertools.chain(parts, base.parts()), lasts(parts))
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are

@@ -88,7 +88,8 @@ class _Place:
 def layout(weights: PolicyWeights) -> list[_Place]:
     """Lists every tensor that the engine is given, in the order of `engine_tensors`: embedding, layers, norm, head.
 
-    A layer's experts are one tensor. Only shapes are read, so that `weights` may be abstract.
+    A layer's experts are one tensor. What lies `elsewhere` is left out. Only shapes are read, so that `weights` may be
+    abstract.
     """
     config = models.config_of(weights.graphdef)
     names = models.hf_names(config)
@@ -96,6 +97,8 @@ def layout(weights: PolicyWeights) -> list[_Place]:
     places: list[_Place] = []
     end = 0
     for place in itertools.chain.from_iterable(models.checkpoint_order(config)):
+        if place.path in weights.elsewhere:
+            continue
         tensor = tensors[place.path]
         for name, dtype, shape, part in _parts(expert_stacks.name_of(place.names[0]), tensor, _lead(names[place.path])):
             offset, nbytes = sender.align(end), math.prod(shape) * np.dtype(dtype).itemsize
