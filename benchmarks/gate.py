@@ -44,8 +44,11 @@ import numpy as np
 from qarl_jax import models
 from qarl_jax.models.params import part_of, united
 from qarl_jax.quant import QTensor, resolve
+from qarl_jax.quant.schemes import nvfp4_words
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout.vllm import one_base
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import Prompt, entry_point
 from qarl_jax.verify import ladder, layers
 
@@ -143,7 +146,8 @@ def moved(weights: PolicyWeights, key: jax.Array, by: float = 3e-5) -> PolicyWei
     keys = jax.random.split(key, len(leaves))
     leaves = [leaf + by * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
     params = united(fixed, jax.tree.unflatten(structure, leaves))
-    return dataclasses.replace(weights, params=params, qweights=models.quantize_params(weights.graphdef, params))
+    qweights = weights.qweights if weights.fixed else models.quantize_params(weights.graphdef, params)
+    return dataclasses.replace(weights, params=params, qweights=qweights)
 
 
 def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
@@ -167,6 +171,8 @@ def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
             return q
         done = True
         at = (0,) * q.codes.ndim
+        if isinstance(q.scheme, nvfp4_words.Config):  # its first output, of those that the engine fuses
+            at = (0, 0, q.scheme.first, 0)
         code = q.codes[at]
         if q.codes.dtype == jnp.float8_e4m3fn:
             code = (code.astype(jnp.float32) * 1.125 + 0.5).astype(code.dtype)
@@ -210,6 +216,10 @@ def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
     same = {"scheme": scheme, "arithmetic": arithmetic, "engine": "tight" if tight else "roomy"}
     engine = VllmEngine(config, run_id="gate")
+    held = engine.hold_once(weights.graphdef, make_mesh()) if args.lora_rank and arithmetic == INVARIANT else None
+    if held is not None:
+        weights = one_base.moved_into(held, weights)
+        same["base_held_once_gib"] = held.nbytes / 2**30
     try:
         for version in range(args.updates + 1):
             if version:

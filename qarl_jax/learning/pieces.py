@@ -61,7 +61,7 @@ def read(
     options: dict[str, Any] = {"mesh": mesh, "frozen": lambda path: not learns(path)}
     if not trainable.freeze:
         return nnx.from_flat_state(list(read_leaves(config, **options))), None
-    parts = cut(config, BYTES if keeper is None else BYTES_OF_A_KEEPER)
+    parts = cut(config, keeper is not None)
     abstract = models.abstract_model(parts)
     graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
     hold = jax.jit(functools.partial(trainable.held, graphdef))
@@ -131,8 +131,10 @@ def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
     return [nnx.from_flat_state(group) for group in groups.values()]
 
 
-def cut(config: models.ModelConfig, most: int = BYTES) -> models.ModelConfig:
-    """The config without adapters, with its stacks cut where a weight of one would have more bytes than `most`."""
+def cut(config: models.ModelConfig, keeper: bool = False) -> models.ModelConfig:
+    """The config without adapters, with its stacks cut where a weight would be larger than `BYTES`, or, for a keeper,
+    `BYTES_OF_A_KEEPER`."""
+    most = BYTES_OF_A_KEEPER if keeper else BYTES
     config = config.base
     params = models.by_path(models.split(models.abstract_model(config))[1])
     starts = set(config.splits)

@@ -163,6 +163,20 @@ def test_a_frozen_base_takes_one_buffer_and_none_where_the_plan_may_choose(run):
     assert any("the base goes through host memory" in line for line in made.lines())
 
 
+def test_an_nvfp4_base_that_learner_and_engine_hold_once_is_counted_once(run):
+    adapters = ("lora={rank: 8, alpha: 8}", "quant.forward=nvfp4")
+    once, twice = (plan.make(run(*adapters, f"rollout.engine.transport={way}"), H200) for way in ("auto", "host"))
+    assert "QTensors" in once.learner
+    assert once.learner["QTensors"] == 0
+    assert once.one_base == twice.learner["QTensors"] > GIB
+    assert once.one_base == pytest.approx(twice.engine["weights"] - once.engine["weights"], rel=1e-3)
+    assert once.staging == twice.staging == twice.one_base == 0
+    free = [made.size - made.one_base - sum(made.learner.values()) - made.engine["weights"] for made in (once, twice)]
+    assert free[0] - free[1] == pytest.approx(once.one_base, rel=1e-3)
+    assert any("base, of learner and engine" in line for line in once.lines())
+    assert "held once by learner and engine" in plan.describe(run(*adapters, "rollout.engine.transport=auto"))
+
+
 def test_a_chunked_version_takes_one_buffer_of_the_gpu(run):
     chunked = "rollout.engine.staging_buffers=0"
     whole, parts = plan.make(run("rollout.engine.staging_buffers=1"), H200), plan.make(run(chunked), H200)

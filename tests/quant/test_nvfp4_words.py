@@ -81,6 +81,7 @@ def test_words_are_those_of_the_engines_definition(weights):
         assert np.array_equal(nibbles.T, single[:, 64 * h + 16 * i + 8 * f + 2 * t + e :: 128])
 
 
+@pytest.mark.slow
 def test_the_bridge_reads_words_as_what_was_published(weights):
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm")

@@ -50,8 +50,8 @@ class GpuMemory:
       BridgeError: there is no room for it ("limits"), or it cannot be exported ("unshared").
     """
 
-    def __init__(self, size: int, ordinal: int):
-        self._device = cuda_ipc.Device(ordinal)
+    def __init__(self, size: int, ordinal: int, library: str = "libcuda.so.1"):
+        self._device = cuda_ipc.Device(ordinal, cuda_ipc.load(library))
         self.pointer = self._device.allocate(size)
         self.place = messages.DeviceMemory(device=self._device.uuid, handle=self._device.export(self.pointer))
         self.dlpack = 2, ordinal

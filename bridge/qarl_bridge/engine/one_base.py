@@ -93,7 +93,8 @@ class Base:
           BridgeError("setup"): the name, and what to do.
         """
         for name in self.layers:
-            if not isinstance(_kernel(modules.get(name)), NvFp4Layer):
+            module = modules.get(name)
+            if not isinstance(_kernel(module), NvFp4Layer) or getattr(module, "prefix", "") != name:
                 raise BridgeError(
                     f"{name} of this vLLM cannot read the base in the trainer's memory: set"
                     " rollout.engine.transport=host, so that each holds a copy",

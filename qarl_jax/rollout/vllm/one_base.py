@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A frozen nvfp4 base that learner and vLLM hold once: in buffers of the trainer's, which both read.
 
-    held = OneBase(graphdef, served, paths, mesh)   # before the engine starts: it is started on `held.places`
-    held.put({path: QTensor, ...}, first_layer)     # as the base is read, all weights that the engine fuses together
-    held.entries()                                  # `qweights` of the learner, over the same memory
+    held = OneBase(graphdef, mesh)               # before the engine starts: it is started on `held.places`
+    held.put({path: QTensor, ...}, first_layer)  # as the base is read, all weights that the engine fuses together
+    held.finish(frozen)                          # `qweights` of the learner, over the same memory
 
 JAX sees a buffer through DLPack: a view, which no program copies and none may be donated.
 """
@@ -12,6 +12,7 @@ JAX sees a buffer through DLPack: a view, which no program copies and none may b
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,10 +26,11 @@ from qarl_bridge.protocol import formats
 from qarl_bridge.protocol import one_base as layout
 
 from qarl_jax import models
-from qarl_jax.models.params import path_keys, united
+from qarl_jax.models.params import part_of, path_keys, united
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.quant.schemes import nvfp4, nvfp4_words
+from qarl_jax.rollout import PolicyWeights
 
 
 def shareable(graphdef: Any) -> dict[tuple[int, str], tuple[str, ...]]:
@@ -190,6 +192,15 @@ class OneBase:
     def _entry(self, path: str, qtensor: QTensor) -> dict[tuple[Any, ...], Any]:
         axes = self._kernels[path].get_metadata()["axes"]
         return {(*path_keys(path)[:-1], "quantized"): models.Quantized(qtensor, axes=axes)}
+
+
+def moved_into(held: OneBase, weights: PolicyWeights) -> PolicyWeights:
+    """The same policy over `held`, in which its base is put; what it had of that may be freed."""
+    made = models.by_path(weights.qweights)
+    held.put({path: qtensor for path, qtensor in made.items() if path in held.paths}, 0)
+    held.finish(weights.params)
+    rest = part_of(weights.qweights, lambda path: path not in held.paths)
+    return dataclasses.replace(weights, qweights=united(rest, held.entries()))
 
 
 def _schemes(paths: Collection[str], place: layout.Place) -> list[tuple[str, nvfp4_words.Config]]:
