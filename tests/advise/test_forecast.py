@@ -3,6 +3,7 @@
 """Forecasts follow the registry, the roofline and the plan; their rates and errors are those of the records."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -128,6 +129,14 @@ def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     made = config.from_dict(tree, "test")
     assert made.quant.forward == said.split("To start from (")[1].split(")")[0]
     assert made.rollout.engine_name == "vllm"
+
+
+def test_a_model_that_the_default_scheme_cannot_quantize_is_forecast_under_others(tmp_path, capsys):
+    shape = json.loads(pathlib.Path("assets/tiny-qwen3/config.json").read_text()) | {"hidden_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    schemes = advised(capsys, "--model", str(tmp_path), "--device", "h100")["schemes"]
+    assert "group size" in schemes["w4a16"]["problem"]
+    assert schemes["w8a8"]["step_s"] > 0
 
 
 def test_an_unmeasured_machine_and_a_model_that_does_not_fit_are_said(capsys):
