@@ -113,12 +113,12 @@ def test_muon_waits_for_memory_where_its_matrices_are_as_small_as_an_experts(mod
     assert ("memory" if memory > products else "products") == waits_for
 
 
-def test_a_low_bit_backward_takes_less_of_an_update_and_nobody_measured_it(run):
+def test_a_low_bit_backward_takes_less_of_an_update_and_nobody_measured_fp8s(run):
     cfg, found = run
-    low = forecast.of_run(config.replaced(cfg, {"quant.forward": "w8a8", "quant.backward": "int8"}), MACHINES["h200"])
+    low = forecast.of_run(config.replaced(cfg, {"quant.forward": "w8a8", "quant.backward": "fp8"}), MACHINES["h200"])
     assert low.seconds["update"] < found["w8a8"].seconds["update"]
     assert {**low.seconds, "update": 0} == {**found["w8a8"].seconds, "update": 0}
-    assert any("quant.backward=int8" in line for line in forecast.unknown({"w8a8": low}, MACHINES["h200"]))
+    assert any("quant.backward=fp8" in line for line in forecast.unknown({"w8a8": low}, MACHINES["h200"]))
     assert not any("quant.backward" in line for line in forecast.unknown(found, MACHINES["h200"]))
 
 
