@@ -24,7 +24,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import threading
 import time
 import weakref
@@ -36,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from qarl_bridge.client import sender
-from qarl_bridge.protocol import expert_stacks, fingerprint, messages
+from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
@@ -253,7 +252,9 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
       limit: CHUNK_BYTES, if not given.
     """
     limit = CHUNK_BYTES if limit is None else limit
-    layers = [list(group) for _, group in itertools.groupby(range(len(places)), lambda n: _layer_of(places[n].name))]
+    layers = [
+        list(group) for _, group in itertools.groupby(range(len(places)), lambda n: formats.layer_of(places[n].name))
+    ]
     ends: list[int] = []
     start = 0
     for layer in layers:
@@ -264,12 +265,6 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
             ends.append(layer[-1] + 1)
             start = places[layer[0]].offset
     return ends
-
-
-def _layer_of(name: str) -> str:
-    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
-    found = re.match(r"(.*\.layers\.\d+)\.", name)
-    return found[1] if found else name.rpartition(".")[0]
 
 
 def spans_of(places: Sequence[_Place], ends: Sequence[int]) -> list[tuple[int, int]]:
