@@ -139,7 +139,10 @@ class ShardedEngine:
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """What goes into and comes out of whole modules: a shard records its part of them."""
         every = self._all("probe", functools.partial(self._own.probe, prompt, modules), prompt, modules)
-        return [whole_record(of_a_module, self._own.outputs_of(of_a_module[0].module)) for of_a_module in zip(*every, strict=True)]
+        return [
+            whole_record(of_a_module, self._own.outputs_of(of_a_module[0].module))
+            for of_a_module in zip(*every, strict=True)
+        ]
 
     def close(self) -> None:
         """Free every shard."""
