@@ -5,7 +5,7 @@ shapes=1.7b few=1.7b-4 sizes=(--sequences 128) small=(--sequences 16 --response-
 pairs=("bf16 w8a8" "w4a16 fp8" "nvfp4 -")
 if [ -n "$TINY" ]; then
   shapes=tiny few=tiny sizes=(--sequences 4 --prompt-len 12 --response-len 8 --kv-cache-gb 0.2 --threads 1)
-  small=("${sizes[@]}") pairs=("w4a16 -")
+  small=("${sizes[@]}") pairs=("nvfp4 -")
 else
   bash benchmarks/offline_host.sh await
 fi
