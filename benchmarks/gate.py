@@ -119,7 +119,7 @@ def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: ar
         **room,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=length,
-        readback="off",
+        readback=args.readback,
         arithmetic=arithmetic,  # type: ignore[arg-type]
         eager=arithmetic != INVARIANT,
         record_routing=args.replay,
@@ -247,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--replay", action="store_true", help="the learner sends tokens to the experts of the engine")
     parser.add_argument("--lora-rank", type=int, default=0, help="of random adapters, which alone move; 0: none")
+    parser.add_argument("--readback", default="off", choices=("off", "sampled", "full"), help="as in rollout.engine")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="shards of the engine, on as many GPUs")
     parser.add_argument("--visible-gpus", default="", help="as in rollout.engine; empty: those that the learner sees")
     parser.add_argument("--seed", type=int, default=0)

@@ -208,12 +208,16 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def own_gpus(count: int) -> str:
-    """`rollout.engine.visible_gpus` of `count` engines on the GPUs of this process, in turn; empty: it has none."""
+def own_gpus(count: int, shards: int = 1) -> str:
+    """`rollout.engine.visible_gpus` of `count` engines, each of so many shards, on the GPUs of this process, in turn;
+    empty: it has none."""
     numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     seen = visible_gpus()
     names = [seen[number] if seen else str(number) for number in numbers]
-    return ";".join(names[number % len(names)] for number in range(count)) if names else ""
+    if not names:
+        return ""
+    places = [names[number % len(names)] for number in range(count * shards)]
+    return ";".join(",".join(places[first : first + shards]) for first in range(0, len(places), shards))
 
 
 def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:

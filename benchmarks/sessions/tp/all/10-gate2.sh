@@ -24,8 +24,8 @@ gate() {
   limited "$name" 300 $PYTHON -m benchmarks.gate --model "$MODELS/$folder" --schemes "$scheme" --tensor-parallel 2 \
     --visible-gpus "$([ -n "$TINY" ] || echo "$cards")" --engine-log "$RESULTS/$name.engine" --json "$RESULTS/$name.json" "$@"
 }
-on 0 gate tp2_few_w8a8 0,1 $few w8a8 "${small[@]}" --updates 0 &
-on 2 gate tp2_few_bf16 2,3 $few bf16 "${small[@]}" --updates 0 &
+on 0 gate tp2_few_w8a8 0,1 $few w8a8 "${small[@]}" --updates 1 --readback full &
+on 2 gate tp2_few_bf16 2,3 $few bf16 "${small[@]}" --updates 1 --readback full &
 wait
 for pair in "${pairs[@]}"; do
   read -r first second <<<"$pair"
