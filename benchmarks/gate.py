@@ -111,7 +111,8 @@ def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: ar
     if tight:
         together = max(4, args.sequences // 4)
         pages = -(-length // _BLOCK)
-        kv = 4 * _BLOCK * config.num_layers * config.num_kv_heads * config.head_dim  # bytes of a page: keys and values
+        heads = config.num_kv_heads // args.tensor_parallel
+        kv = 4 * _BLOCK * config.num_layers * heads * config.head_dim  # bytes of a shard's page: keys and values
         room = {
             "kv_cache_gb": kv * (together * pages * 3 // 5 + 1) / 2**30,
             "max_num_seqs": together,
@@ -121,10 +122,12 @@ def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: ar
         **room,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=length,
-        readback="off",
+        readback=args.readback,
         arithmetic=arithmetic,  # type: ignore[arg-type]
         eager=arithmetic != INVARIANT,
         record_routing=args.replay,
+        tensor_parallel_size=args.tensor_parallel,
+        visible_gpus=args.visible_gpus,
         threads=args.threads,
         log_file=args.engine_log,
     )
@@ -211,10 +214,11 @@ def observed(
 def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
     """One engine under one scheme: the rows of its conditions, and one of the control."""
     begun = time.time()
-    weights = ladder.load(path, scheme, resolve("auto").profile, lora_rank=args.lora_rank)
+    weights = ladder.load(path, scheme, resolve("auto").profile, shards=args.tensor_parallel, lora_rank=args.lora_rank)
     config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
     same = {"scheme": scheme, "arithmetic": arithmetic, "engine": "tight" if tight else "roomy"}
+    same |= {"shards": args.tensor_parallel} if args.tensor_parallel > 1 else {}
     engine = VllmEngine(config, run_id="gate")
     held = engine.hold_once(weights.graphdef, make_mesh()) if args.lora_rank and arithmetic == INVARIANT else None
     if held is not None:
@@ -253,6 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--replay", action="store_true", help="the learner sends tokens to the experts of the engine")
     parser.add_argument("--lora-rank", type=int, default=0, help="of random adapters, which alone move; 0: none")
+    parser.add_argument("--readback", default="off", choices=("off", "sampled", "full"), help="as in rollout.engine")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="shards of the engine, on as many GPUs")
+    parser.add_argument("--visible-gpus", default="", help="as in rollout.engine; empty: those that the learner sees")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=14.0)
     parser.add_argument("--threads", type=int, default=0, help="of an engine on a CPU; 0: all")

@@ -223,7 +223,7 @@ def make(cfg: RunConfig, size: int) -> Plan:
     # A cache of no given size fills the share, and vLLM captures its graphs after that.
     filled = share_bytes + parts["CUDA graphs (estimate)"]
     reserved = max(sum(parts.values()), share_bytes) if engine.kv_cache_gb else filled
-    engines = engine.started * processes.planned(cfg.distributed)
+    engines = engine.started * engine.tensor_parallel_size * processes.planned(cfg.distributed)
     return dataclasses.replace(plan, engine=parts, reserved=reserved, engines=engines)
 
 

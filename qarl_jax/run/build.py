@@ -291,7 +291,8 @@ def make_engine(
             log_file=log_file,
         )
         if processes.count() > 1 and not engine.visible_gpus and engine.started:
-            engine = dataclasses.replace(engine, visible_gpus=gpu_staging.own_gpus(engine.started), shares_gpus=True)
+            own = gpu_staging.own_gpus(engine.started, engine.tensor_parallel_size)
+            engine = dataclasses.replace(engine, visible_gpus=own, shares_gpus=True)
         if not processes.is_first():
             place = f"process {processes.number()}"
             log = functools.partial(print, f"{place}:", file=sys.stderr, flush=True)

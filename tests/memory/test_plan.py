@@ -301,6 +301,33 @@ def test_a_mesh_of_all_gpus_is_laid_out_with_an_engine_on_each(run, monkeypatch)
         choose.settle(run("mesh.fsdp=-1"), H200)
 
 
+def test_an_engine_of_two_shards_takes_a_pair_of_the_learners_gpus(run, monkeypatch):
+    monkeypatch.setattr(plan, "on_gpu", lambda: True)
+    monkeypatch.setattr(plan.sender, "gpu_count", lambda: 4)
+    words = ("mesh.fsdp=-1", "rollout.engine.memory=auto", "train.micro_batch_rows=4")
+    alone, whole = choose.settle(run(*words), H200)
+    settled, made = choose.settle(run(*words, "rollout.engine.tensor_parallel_size=2"), H200)
+    assert (settled.rollout.engine.replicas, settled.rollout.engine.visible_gpus) == (2, "0,1;2,3")
+    assert (alone.rollout.engine.replicas, whole.engines, made.engines) == (4, 4, 4)
+    assert made.engine["weights"] == whole.engine["weights"] // 2
+    assert made.engine["shards meet (estimate)"] > 2**30
+    with pytest.raises(UserError, match=r"tensor_parallel_size=4 does not divide the learner's 2 GPUs"):
+        choose.with_engines(run("mesh.fsdp=2", *words[1:], "rollout.engine.tensor_parallel_size=4"))
+
+
+@pytest.mark.slow
+def test_an_engine_that_one_gpu_does_not_hold_is_spread_over_several(tmp_path):
+    """Qwen3-32B in bf16 takes 61 GiB: over four GPUs it lies beside an eighth of the learner."""
+    shapes = qwen3(
+        vocab=151936, hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8, head_dim=128,
+        attention_bias=False,
+    ) | {"max_position_embeddings": 40960}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    words = [f"model.path={tmp_path}", "mesh.fsdp=8", "train.micro_batch_rows=8", "quant.forward=bf16"]
+    with pytest.raises(UserError, match=r"It fits with: .*rollout.engine.tensor_parallel_size=4"):
+        choose.settle(config.load("configs/one_h200_8b.yaml", [*words, "rollout.engine.memory=auto"]), H100)
+
+
 def test_every_choice_says_what_it_costs(run):
     auto = ("model.remat=auto", "optimizer.offload=auto", "train.grad_dtype=auto", "rollout.engine.memory=auto")
     _, made = choose.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(66 * GIB))

@@ -96,6 +96,16 @@ def _started(arguments: Mapping[str, Any], path: str) -> Any:
         raise BridgeError(f"vLLM could not start on {path}: {type(error).__name__}: {error}", "setup") from error
 
 
+def _join(shard: Shard, *, on_gpu: bool, batch_invariant: bool) -> None:
+    """Before a shard starts: how it meets the others."""
+    if not on_gpu:
+        shard_memory.keep_apart(shard.owner)
+    if batch_invariant:
+        from qarl_bridge.engine import all_reduce
+
+        all_reduce.pin()
+
+
 class VllmEngine:
     """Implements server.Engine: a whole engine, or one shard of it. Everything runs on the calling thread."""
 
@@ -118,9 +128,11 @@ class VllmEngine:
         import torch
 
         self._torch = torch
+        shard.check(config, options)
+        if torch.cuda.is_available():
+            shard.take_gpu(torch)
         self._machine: Machine = (Cuda if torch.cuda.is_available() else Cpu)(torch, options)
         on_gpu = self._machine.profile == "cuda"
-        shard.check(config, options, on_gpu=on_gpu)
         try:
             import vllm
         except ImportError as error:
@@ -134,9 +146,10 @@ class VllmEngine:
         )
         departures = self._machine.replace(config, options)
         self._one_base = self._opened(base, on_gpu=on_gpu) if base else None
+        invariant = options.arithmetic == "batch_invariant"
         if not shard.is_whole:
-            shard_memory.keep_apart(shard.owner)
-        self._engine = _started(arguments | shard.arguments(), path)
+            _join(shard, on_gpu=on_gpu, batch_invariant=invariant)
+        self._engine = _started(arguments | shard.arguments(batch_invariant=invariant), path)
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
@@ -189,7 +202,7 @@ class VllmEngine:
         self._readback = ReadBack(
             self._modules,
             self._tied_heads(),
-            device=self._torch.device(self._machine.profile),
+            device=self.device,
             activations=activations,
             context=self._worker.config,
         )
@@ -372,6 +385,19 @@ class VllmEngine:
 
     def _tensor(self, array: Any) -> Any:
         return _torch_view(self._torch, array) if isinstance(array, np.ndarray) else array
+
+    @property
+    def device(self) -> Any:
+        """Where the engine computes, as torch names it."""
+        return self._torch.device(self._machine.profile)
+
+    def tensor_on_device(self, array: Any) -> Any:
+        """A tensor of a version, numpy's or torch's, where the engine computes."""
+        return self._tensor(array).to(self.device)
+
+    def outputs_of(self, module: str) -> list[int]:
+        """Outputs of each linear layer that a live module fuses, of this shard; empty: it is none."""
+        return list(getattr(self._modules[module], "output_partition_sizes", ()))
 
     def _tied_heads(self) -> dict[str, str]:
         """Heads that share their weight with an embedding: name of the head -> name of the embedding."""

@@ -102,6 +102,12 @@ class Layout:
         return found | ({"": f"{module}.{self.shape_leaf}"} if self.shape_leaf else {})
 
 
+def layer_of(name: str) -> str:
+    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
+    found = re.match(r"(.*\.layers\.\d+)\.", name)
+    return found[1] if found else name.rpartition(".")[0]
+
+
 def live_module(name: str) -> str:
     """Names the module of an engine that holds a published tensor: several layers that are fused, experts, or one."""
     module = name.rpartition(".")[0]

@@ -42,7 +42,7 @@ from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import hosts, one_base
-from qarl_jax.rollout.vllm.config import Config, check_length
+from qarl_jax.rollout.vllm.config import Config, check_model
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
 from qarl_jax.rollout.vllm.one_base import OneBase
@@ -244,7 +244,7 @@ class VllmEngine(RolloutEngine):
         """
         if not self._config.started:
             return
-        check_length(self._config, models.config_of(graphdef).max_position_embeddings)
+        check_model(self._config, models.config_of(graphdef))
         _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
         qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
         places = layout(self._published(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)))
@@ -295,7 +295,7 @@ class VllmEngine(RolloutEngine):
         if config.lora is not None:
             weights = dataclasses.replace(weights, params=models.fold_adapters(weights.graphdef, weights.params))
             self._folded = weights.params  # a stager holds no arrays
-        check_length(self._config, config.max_position_embeddings)
+        check_model(self._config, config)
         self._again += version == self.version
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)

@@ -24,7 +24,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import threading
 import time
 import weakref
@@ -36,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from qarl_bridge.client import sender
-from qarl_bridge.protocol import expert_stacks, fingerprint, messages
+from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
@@ -212,12 +211,16 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def own_gpus(count: int) -> str:
-    """`rollout.engine.visible_gpus` of `count` engines on the GPUs of this process, in turn; empty: it has none."""
+def own_gpus(count: int, shards: int = 1) -> str:
+    """`rollout.engine.visible_gpus` of `count` engines, each of so many shards, on the GPUs of this process, in turn;
+    empty: it has none."""
     numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     seen = visible_gpus()
     names = [seen[number] if seen else str(number) for number in numbers]
-    return ";".join(names[number % len(names)] for number in range(count)) if names else ""
+    if not names:
+        return ""
+    places = [names[number % len(names)] for number in range(count * shards)]
+    return ";".join(",".join(places[first : first + shards]) for first in range(0, len(places), shards))
 
 
 def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:
@@ -256,7 +259,9 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
       limit: CHUNK_BYTES, if not given.
     """
     limit = CHUNK_BYTES if limit is None else limit
-    layers = [list(group) for _, group in itertools.groupby(range(len(places)), lambda n: _layer_of(places[n].name))]
+    layers = [
+        list(group) for _, group in itertools.groupby(range(len(places)), lambda n: formats.layer_of(places[n].name))
+    ]
     ends: list[int] = []
     start = 0
     for layer in layers:
@@ -267,12 +272,6 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
             ends.append(layer[-1] + 1)
             start = places[layer[0]].offset
     return ends
-
-
-def _layer_of(name: str) -> str:
-    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
-    found = re.match(r"(.*\.layers\.\d+)\.", name)
-    return found[1] if found else name.rpartition(".")[0]
 
 
 def spans_of(places: Sequence[_Place], ends: Sequence[int]) -> list[tuple[int, int]]:
