@@ -16,9 +16,9 @@ served; every second-hand description leaves open whether the whole model goes t
 scheme to scheme. The error is relative per token: in plain squares a few tokens with activations a thousand times as
 large as the others' outweigh all of the rest.
 
-**Memory.** One layer with its optimizer, and the rows of one update. A GPU or TPU holds all rows of a layer where they
-take a quarter of its memory at most. What flows between layers lies in files, one tensor [2, T, D] per row: the two
-tensors of `Transformer.through`.
+**Memory.** One layer with its optimizer, and the rows of one update. What flows between layers lies in files, one
+tensor [2, T, D] per row: the two tensors of `Transformer.through`. A GPU or TPU holds it in its memory where that takes
+a quarter at most; files are then written every `Job.every` updates, and a killed run repeats what came after them.
 """
 
 from __future__ import annotations
@@ -116,6 +116,16 @@ def _run(config: models.ModelConfig, params: Any, stream: jax.Array) -> jax.Arra
     return _through(config, params, models.quantize_params(_layer(config)[0], params), stream)
 
 
+@jax.jit
+def _taken(whole: jax.Array, rows: jax.Array) -> jax.Array:
+    return whole[rows]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(whole: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, rows, first, 0)
+
+
 def _sum(stream: jax.Array) -> jax.Array:
     return stream[:, 0].astype(jnp.float32) + stream[:, 1].astype(jnp.float32)
 
@@ -157,6 +167,9 @@ def _nll(config: models.ModelConfig, norm: Any, head: Any, stream: jax.Array, to
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
+_WRITTEN = 64  # rows that leave the device at once
+
+
 class Progress:
     """The files of a training in progress: what is finished, with sums of its files.
 
@@ -183,10 +196,9 @@ class Progress:
         """The file of a layer."""
         return self.work / f"{layer:05d}.{kind}.safetensors"
 
-    def finish(self, record: dict[str, Any] | None, layer: int) -> None:
-        """Notes that all files up to the input of `layer` are there; then removes the inputs of the layer before."""
-        if record is not None:
-            self.layers.append(record)
+    def finish(self, records: Sequence[dict[str, Any]], layer: int) -> None:
+        """Notes that all files up to the input of `layer` are there; then removes the inputs of the layers before."""
+        self.layers += records
         kept = [self.path(layer, stream) for stream in STREAMS] + [self.path(i, "weights") for i in range(layer)]
         known = {path.name: self.files.get(path.name) or on_disk.fingerprint(path) for path in kept}
         part = self.work / "progress.json.partial"
@@ -194,7 +206,7 @@ class Progress:
         part.replace(self.work / "progress.json")
         on_disk.sync(self.work)
         self.files = known
-        for path in self.work.glob(f"{layer - 1:05d}.*"):
+        for path in self.work.glob("[0-9]" * 5 + ".*"):
             if path.name not in known:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -207,27 +219,41 @@ def _write_rows(path: pathlib.Path, rows: Sequence[int], like: Any, batches: Ite
 
 
 class Rows:
-    """The rows of a stream's file, read as they are asked for, or all at once into the device's memory.
+    """A stream's rows, read from a file as they are asked for, or all held in the device's memory.
 
     Args:
       path: the file.
-      resident: rows [0, resident) are read at once.
+      held: whether to hold them.
     """
 
-    def __init__(self, path: pathlib.Path, resident: int = 0):
-        self.file = safetensors.SafetensorsFile(path)
-        self.whole = self._read(range(resident)) if resident else None
+    def __init__(self, path: pathlib.Path, held: bool = False):
+        file = safetensors.SafetensorsFile(path)
+        self.numbers = [int(name) for name in file.entries]
+        self.like = file.tensor(str(self.numbers[0]))
+        self._read = lambda rows: jnp.asarray(np.stack([file.tensor(str(row)) for row in rows]))
+        self.whole = self._read(self.numbers) if held else None
 
     def __call__(self, rows: Sequence[int]) -> jax.Array:
         """[B, 2, T, D]."""
-        return self._read(rows) if self.whole is None else self.whole[np.asarray(rows)]
+        if self.whole is None:
+            return self._read(rows)
+        return _taken(self.whole, np.asarray(rows) - self.numbers[0])
 
-    def _read(self, rows: Sequence[int]) -> jax.Array:
-        return jnp.asarray(np.stack([self.file.tensor(str(row)) for row in rows]))
+    def behind(self, layer: Callable[[jax.Array], jax.Array], batch: int, path: pathlib.Path) -> Rows:
+        """The rows behind a layer: in a file, or in the place of the held ones."""
+        if self.whole is None:
+            made = (np.asarray(layer(self(some))) for some in batches(self.numbers, batch))
+            _write_rows(path, self.numbers, self.like, made)
+            return Rows(path)
+        for some in batches(self.numbers, batch):
+            self.whole = _put(self.whole, layer(self(some)), some[0] - self.numbers[0])
+        return self
 
-    def like(self) -> Any:
-        """A row's tensor, whose shape and dtype all have."""
-        return self.file.tensor(next(iter(self.file.entries)))
+    def save(self, rows: Sequence[int], path: pathlib.Path) -> None:
+        """Writes some of held rows to a file."""
+        if self.whole is not None:
+            parts = (np.asarray(self(some)) for some in batches(rows, _WRITTEN))
+            _write_rows(path, rows, self.like, parts)
 
 
 def batches(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -254,15 +280,26 @@ class Blocks:
         self.every_row = range(len(job.train) + len(job.heldout))
         self.heldout = range(len(job.train), len(self.every_row))
         task.done += len(self.progress.layers) * len(job.stages) * job.plan.updates
+        self.streams = dict[str, Rows]()
         self.began, self.before = time.monotonic(), task.done
 
     def run(self) -> None:
         """Trains every layer that is not finished."""
         if not self.progress.files:
             self._embed()
-            self.progress.finish(None, 0)
-        for layer in range(len(self.progress.layers), self.job.config.num_layers):
-            self.progress.finish(self._block(layer), layer + 1)
+            self.progress.finish([], 0)
+        done, last, records = len(self.progress.layers), self.job.config.num_layers, list[dict[str, Any]]()
+        paths = {kind: self.progress.path(done, kind) for kind in STREAMS}
+        held = done < last and 8 * paths["full"].stat().st_size < (capacity() or 0)
+        self.streams = {kind: Rows(path, held) for kind, path in paths.items()}
+        for layer in range(done, last):
+            records.append(self._block(layer))
+            updates = len(records) * len(self.job.stages) * self.job.plan.updates
+            if not held or updates >= self.job.every or layer + 1 == last:
+                for kind, rows in self.streams.items():
+                    rows.save(self.heldout if layer + 1 == last else rows.numbers, self.progress.path(layer + 1, kind))
+                self.progress.finish(records, layer + 1)
+                records = []
 
     def _embed(self) -> None:
         config, tokens = self.job.config, np.concatenate([self.job.train, self.job.heldout])
@@ -275,12 +312,9 @@ class Blocks:
             _write_rows(self.progress.path(0, stream), rows, like, both)
 
     def _send(self, config: models.ModelConfig, params: Any, layer: int, stream: str) -> None:
-        """Runs a stream through a layer, into the file of the next."""
-        source, target = (self.progress.path(at, stream) for at in (layer, layer + 1))
-        given = Rows(source)
-        rows = [int(name) for name in given.file.entries]
-        made = (np.asarray(_run(config, params, given(some))) for some in batches(rows, self.job.plan.batch))
-        _write_rows(target, rows, given.like(), made)
+        """Runs a stream through a layer."""
+        through, path = functools.partial(_run, config, params), self.progress.path(layer + 1, stream)
+        self.streams[stream] = self.streams[stream].behind(through, self.job.plan.batch, path)
 
     def _block(self, layer: int) -> dict[str, Any]:
         """Trains a layer and writes its weights and what leaves it; returns its record."""
@@ -290,9 +324,7 @@ class Blocks:
         params = read_layer(self.checkpoint, job.config, layer)
         self._send(own, params, layer, "full")
         self._send(served, params, layer, "rounded")
-        paths = (self.progress.path(layer, "trained"), self.progress.path(layer + 1, "full"))
-        resident = len(job.train) if 4 * sum(path.stat().st_size for path in paths) < (capacity() or 0) else 0
-        low, target = (Rows(path, resident) for path in paths)
+        low, target = self.streams["trained"], self.streams["full"]
         inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
         losses = []
         for number, config in enumerate(configs):
@@ -305,13 +337,13 @@ class Blocks:
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
         self._send(served, as_stored(params), layer, "trained")
-        record = {"layer": layer, "losses": losses} | {kind: self._lost(layer + 1, kind) for kind in STREAMS[1:]}
+        record = {"layer": layer, "losses": losses} | {kind: self._lost(kind) for kind in STREAMS[1:]}
         self._tell(record)
         return record
 
-    def _lost(self, layer: int, stream: str) -> float:
+    def _lost(self, stream: str) -> float:
         """Relative error of a stream's held-out rows."""
-        ours, theirs = (Rows(self.progress.path(layer, kind)) for kind in (stream, "full"))
+        ours, theirs = self.streams[stream], self.streams["full"]
         found = [(len(some), _error(ours(some), theirs(some))) for some in batches(self.heldout, self.job.plan.batch)]
         return float(sum(n * float(error) for n, error in found) / len(self.heldout))
 
@@ -338,7 +370,7 @@ class Blocks:
         head, norm = self.tail()
         out = {}
         for stream in STREAMS:
-            given, total = Rows(self.progress.path(config.num_layers, stream)), 0.0
+            given, total = self.streams[stream], 0.0
             for some in batches(self.heldout, self.job.plan.batch):
                 tokens = jnp.asarray(self.job.heldout[[row - self.heldout.start for row in some]])
                 total += float(_nll(config, norm, head, given(some), tokens))
