@@ -5,7 +5,8 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_COMPILATION_CACHE_DIR=$MODELS/xla
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
 if [ -n "${TINY:-}" ]; then
-  model=assets/tiny-qwen3 tiny=(data=null text.rows=16 text.row_len=32 text.heldout=4)
+  model=assets/tiny-qwen3
+  tiny=(data=null text.rows=16 text.row_len=32 text.heldout=4 distill.optimizer.schedule.warmup_updates=2)
 elif [ ! -e "$text" ]; then
   python3 experiments/qat/text.py "$text.partial" --stdlib --packages numpy jax torch && mv "$text.partial" "$text"
 fi
@@ -25,6 +26,7 @@ end_to_end() {
 }
 by_blocks() {
   qat progressive
+  qat split split=0.05
   qat nested 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=3
   qat w3 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]'
   qat w4 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]'

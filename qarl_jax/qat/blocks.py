@@ -45,10 +45,12 @@ from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
 from qarl_jax.models.hf.weights import Checkpoint, hf_names, tensor_shapes
 from qarl_jax.models.layers import RMSNorm
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.models.params import part_of, united
-from qarl_jax.numerics.float32 import round_to
+from qarl_jax.models.params import is_fixed, part_of, united
+from qarl_jax.numerics.float32 import dtype_in, round_to
 from qarl_jax.optim import build
+from qarl_jax.qat.split import split
 from qarl_jax.qat.updates import Plan, Trainer
+from qarl_jax.quant.splitting import Splitting
 from qarl_jax.run import on_disk
 from qarl_jax.types import UserError
 
@@ -65,6 +67,7 @@ class Job:
       model: its folder. config: in full precision.
       stages: rules of the schemes, in order; the last one is served.
       widths: as in `Trainer`; the narrowest is the prefix of the layers behind.
+      splitting: of outlier channels, which a layer's training begins with; None: none.
       train, heldout: rows [R, T] and [H, T] int32.
       optimizer: its config, for each stage anew. plan: of a stage.
       every: updates between checkpoints.
@@ -81,11 +84,17 @@ class Job:
     plan: Plan
     every: int
     work: pathlib.Path
+    splitting: Splitting | None = None
 
     @property
     def served(self) -> Any:
         """Rules of the scheme that the trained layers run under: the last one, at its narrowest width."""
         return self.stages[-1].at_width(min(self.widths)) if self.widths else self.stages[-1]
+
+    @property
+    def trained(self) -> models.ModelConfig:
+        """The config of the trained model, in full precision."""
+        return dataclasses.replace(self.config, splitting=self.splitting)
 
     @property
     def updates(self) -> int:
@@ -133,7 +142,7 @@ def _sum(stream: jax.Array) -> jax.Array:
 @jax.jit
 def as_stored(params: nnx.State) -> nnx.State:
     """Masters as the folder has them: rounded to bfloat16, in their own dtype."""
-    return jax.tree.map(lambda x: round_to(x, jnp.bfloat16).astype(x.dtype), params)
+    return jax.tree.map(lambda x: round_to(x, dtype_in(x, jnp.bfloat16)).astype(x.dtype), params)
 
 
 def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
@@ -149,8 +158,8 @@ _error = jax.jit(relative_error)
 def _trainer(
     config: models.ModelConfig, optimizer: build.Config, plan: Plan, every: int, widths: tuple[int, ...]
 ) -> Trainer:
-    def loss(params: Any, qweights: Any, stream: jax.Array, target: jax.Array) -> jax.Array:
-        return relative_error(_through(config, params, qweights, stream), target)
+    def loss(params: Any, qweights: Any, fixed: Any, stream: jax.Array, target: jax.Array) -> jax.Array:
+        return relative_error(_through(config, united(params, fixed), qweights, stream), target)
 
     return Trainer(_layer(config)[0], loss, optimizer, plan, every, widths)
 
@@ -319,13 +328,18 @@ class Blocks:
     def _block(self, layer: int) -> dict[str, Any]:
         """Trains a layer and writes its weights and what leaves it; returns its record."""
         job, own = self.job, layer_config(self.job.config, layer)
-        configs = [dataclasses.replace(own, quant=rules) for rules in job.stages]
-        served = dataclasses.replace(own, quant=job.served)
         params = read_layer(self.checkpoint, job.config, layer)
         self._send(own, params, layer, "full")
-        self._send(served, params, layer, "rounded")
+        self._send(dataclasses.replace(own, quant=job.served), params, layer, "rounded")
         low, target = self.streams["trained"], self.streams["full"]
-        inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
+        if job.splitting is not None:
+            rows = map(low, batches(range(len(job.train)), job.plan.batch))
+            params = split(own, params, rows, job.splitting, job.served, layer, job.config.num_layers)
+            own = dataclasses.replace(own, splitting=job.splitting)
+        configs = [dataclasses.replace(own, quant=rules) for rules in job.stages]
+        served = dataclasses.replace(own, quant=job.served)
+        fixed, params = (part_of(params, wanted) for wanted in (is_fixed, lambda path: not is_fixed(path)))
+        inputs = lambda rows: (fixed, low(rows), target(rows))  # noqa: E731
         losses = []
         for number, config in enumerate(configs):
             trainer = _trainer(config, job.optimizer, job.plan, job.every, job.widths)
@@ -333,7 +347,8 @@ class Blocks:
             params, found = trainer.fit(params, inputs, folder, self.task)
             few = max(1, len(found) // 8)
             losses.append([float(np.mean(found[:few])), float(np.mean(found[-few:]))])
-        tensors = dict(layer_tensors(params, job.config, layer, jnp.bfloat16))
+        params = united(params, fixed)
+        tensors = dict(layer_tensors(params, job.trained, layer, jnp.bfloat16))
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
         self._send(served, as_stored(params), layer, "trained")
@@ -380,9 +395,9 @@ class Blocks:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """The trained model's tensors, bfloat16, in `checkpoint_order`; what is outside the layers is the model's."""
-        config, dtype = self.job.config, np.dtype(jnp.bfloat16)
+        config, dtype = self.job.trained, np.dtype(jnp.bfloat16)
         files = [safetensors.SafetensorsFile(self.progress.path(i, "weights")) for i in range(config.num_layers)]
         trained = {name: file for file in files for name in file.entries}
         for name, (_, shape) in tensor_shapes(config, dtype).items():
             found = trained[name].tensor(name) if name in trained else self.checkpoint.tensor(name, shape)
-            yield name, np.asarray(found).astype(dtype)
+            yield name, np.asarray(found).astype(dtype_in(found, dtype))

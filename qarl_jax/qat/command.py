@@ -26,8 +26,8 @@ from qarl_jax import data, models
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.weights import check_weights, write_hf
 from qarl_jax.models.transformer import quantizable
-from qarl_jax.optim import build
-from qarl_jax.qat import distill, text
+from qarl_jax.optim import build, leafwise
+from qarl_jax.qat import distill, split, text
 from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
 from qarl_jax.quant import check_quantizable
@@ -100,6 +100,8 @@ class Config:
       stages: schemes in order ("w2a16_asym:g64"); the last one is served.
       widths: of the slices of `w8a16_asym` that every loss is the mean over ([8, 4, 2]), and that are all served
         from one folder; (): the scheme's own width alone.
+      split: share of its inputs that the last layer's linear maps duplicate, so that outliers are shared out between
+        two weights; the share grows linearly with depth, from none in the first layer. 0: no splitting.
       train: of each layer under each scheme; null: none, so that `distill` begins with the model.
       distill: of all layers under the last scheme, behind it; null: none.
       save_every: updates between checkpoints.
@@ -111,6 +113,7 @@ class Config:
     text: Text = dataclasses.field(default_factory=Text)
     stages: tuple[str, ...] = ("w8a16_asym", "w4a16_asym", "w2a16_asym")
     widths: tuple[int, ...] = ()
+    split: float = 0.0
     train: Train | None = dataclasses.field(default_factory=Train)
     distill: Train | None = None
     save_every: int = 100
@@ -131,9 +134,12 @@ class Config:
                 )
             for bits in self.widths:
                 rules.at_width(bits)
+        if self.split and (self.train is None or self.widths):
+            raise UserError(f"split={self.split} is for layers that are trained one by one (train), and for one width.")
         if not self.parts:
             raise UserError("train and distill are both null, so that nothing would learn: set one of them.")
         for name, part in self.parts.items():
+            leafwise.Optimizer(part.optimizer, self.plan(part).updates)
             if part.batch > self.text.rows:
                 raise UserError(f"{name}.batch={part.batch} is more than text.rows={self.text.rows}: lower it.")
 
@@ -166,7 +172,8 @@ def _job(cfg: Config) -> Job:
     """
     config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
     stages = tuple(models.parse_rules(scheme) for scheme in cfg.stages)
-    _check_weights(config, stages)
+    splitting = split.asked(cfg.split, config, stages[-1]) if cfg.split else None
+    _check_weights(dataclasses.replace(config, splitting=splitting), stages)
     check_weights(cfg.model.path, config)
     mark, known = made.fingerprint(cfg), made.read_receipt(cfg.work, RECEIPT).get("fingerprint")
     if known not in (None, mark):
@@ -194,6 +201,7 @@ def _job(cfg: Config) -> Job:
         plan=cfg.plan(first),
         every=cfg.save_every,
         work=cfg.work,
+        splitting=splitting,
     )
 
 
@@ -221,7 +229,7 @@ def run(cfg: Config) -> None:
         with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
             export.copy_kept(cfg.model.path, staging)
             if cfg.train is not None:
-                write_hf(staging, job.config, blocks.tensors())
+                write_hf(staging, job.trained, blocks.tensors())
                 blocks.streams.clear()  # whole models come
             if cfg.distill is not None:
                 facts["kl"], found = _distill(cfg, cfg.distill, job, staging, task)
@@ -248,7 +256,7 @@ def _distill(
     full = dataclasses.replace(job.config, param_dtype=job.config.compute_dtype)
     teacher = models.load_masters(cfg.model.path, full)
     begun = cfg.model.path if cfg.train is None else folder
-    graphdef, masters = models.load_masters(begun, dataclasses.replace(job.config, quant=job.stages[-1]))
+    graphdef, masters = models.load_masters(begun, dataclasses.replace(job.trained, quant=job.stages[-1]))
     perplexity = functools.partial(distill.perplexity, tokens=job.heldout, batch=part.batch)
     served, found = models.with_scheme(graphdef, job.served), dict[str, float]()
     if cfg.train is None:
