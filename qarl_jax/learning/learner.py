@@ -142,6 +142,8 @@ class Learner:
         self.beside = dict(beside or {})
         self.graphdef, self.config = graphdef, models.config_of(graphdef)
         self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
+        if models.config_of(graphdef).splitting is not None:
+            trainable = dataclasses.replace(trainable, freeze=(*trainable.freeze, r"\.index$"))  # models.is_fixed
         self.mesh, self.schedule, self.trainable = mesh, schedule, trainable
         self.abstract_params = models.split(models.abstract_model(self.config))[1]
         trainable.check(models.by_path(self.abstract_params))

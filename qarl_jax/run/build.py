@@ -201,6 +201,8 @@ def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfi
     assert cfg.critic is not None
     dtype, lora = cfg.critic.dtype or cfg.model.dtype, None if cfg.critic.lora is None else cfg.critic.lora.adapters
     if cfg.critic.path is None:
+        if policy.splitting is not None:
+            raise UserError("a critic cannot begin as a policy whose channels are split: name a folder as critic.path.")
         return body_config(policy, dtype, lora, shared=cfg.lora is not None)
     own = models.read_config(cfg.critic.path, remat=cfg.model.remat_or_full, attention=cfg.model.attention)
     if own.vocab_size < policy.vocab_size:

@@ -147,6 +147,12 @@ def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
     for path in quantizable(models.abstract_model(config)):
         scheme = config.scheme_of(path)
         layout = None if scheme is None else (scheme.exports if exported else scheme).wire
+        if config.splitting is not None and (layout is None or layout.format not in formats.ASYMMETRIC):
+            raise UserError(
+                f"vLLM has no layer for {config.describe(path)} in {scheme or 'bf16'}, whose channels are split: take a"
+                " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
+                " that `qarl export --format hf` makes of the model."
+            )
         layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]

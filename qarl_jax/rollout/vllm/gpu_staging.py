@@ -39,6 +39,7 @@ from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
+from qarl_jax.numerics.float32 import dtype_in
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import all_gather
@@ -130,7 +131,7 @@ def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[
     """(name, dtype, shape, array it is) of each tensor of a weight, cut out of a stack with `lead` dims; one that says
     the weight's own shape comes last, and is no array."""
     if not isinstance(tensor, QTensor):
-        yield name, jnp.bfloat16, tuple(tensor.shape[lead:]), "master"
+        yield name, dtype_in(tensor, jnp.bfloat16), tuple(tensor.shape[lead:]), "master"
         return
     layout = tensor.scheme.wire
     names = layout.names(name)
@@ -160,7 +161,7 @@ def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, all_g
     wanted = {}
     for (path, part), found in indices.items():
         own = tensors[path] if part == "master" else tensors[path].arrays[part]
-        dtype = np.dtype(jnp.bfloat16 if part == "master" else own.dtype)
+        dtype = np.dtype(dtype_in(own, jnp.bfloat16) if part == "master" else own.dtype)
         stack = all_gather.Stack(own, dtype, _lead(names[path]))
         wanted[path, part] = all_gather.Piece(stack, range(0 if stack.is_there else min(found), max(found) + 1))
     return wanted
