@@ -446,8 +446,7 @@ class Learner:
         return jax.grad(objective, has_aux=True)(params)
 
     def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
-        like = accumulators.gradient_dtype(self.config, self.grad_dtype)
-        sums = grads if like == self.grad_dtype and accumulators.in_place(like) else None
+        sums = accumulators.carried(grads, self.config)
         new, metrics = self._gradient(params, *rest, sums=sums)
         return accumulators.total(grads, new, inside=sums is not None), metrics
 

@@ -391,16 +391,16 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         out["reference policy"] = nbytes(_held(NOTHING, theirs.graphdef, theirs.learned), mesh)
     if cfg.critic is not None:
         body, own, frozen, moments = abstract_critic(cfg)
-        # Its gradient is float32, with an accumulator of its own, and it has no logits.
-        gradient = nbytes(own, mesh, jnp.float32)
-        out["gradients"] = max(out["gradients"], 2 * gradient)
+        # Its gradient is float32, a layer's beside an accumulator of its own, and it has no logits.
+        beside = beside_sums(body, own["body"], mesh, jnp.float32) + nbytes(own["head"], mesh)
+        out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32) + beside)
         positions = shape["rows"] * cfg.row_len
         segments = shape["max_segments"]
         needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
         out["activations (estimate)"] = max(out["activations (estimate)"], needed)
         held = nbytes(moments, mesh)
         if cfg.critic.optimizer.offload is True:
-            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
+            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - beside)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
         if jax.tree.leaves(frozen):
             out["critic's frozen weights"] = nbytes(frozen, mesh)
