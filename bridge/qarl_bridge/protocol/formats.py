@@ -105,16 +105,15 @@ class Layout:
         return found | ({"": f"{module}.{self.shape_leaf}"} if self.shape_leaf else {})
 
 
-<<<<<<< HEAD
 def layer_of(name: str) -> str:
     """ "model.layers.3" of whatever is in that layer, else the module by itself."""
     found = re.match(r"(.*\.layers\.\d+)\.", name)
     return found[1] if found else name.rpartition(".")[0]
-=======
+
+
 def places(inputs: int, share: float, group: int) -> int:
     """Inputs that a split layer has besides its own: a share of them, in whole groups."""
     return math.ceil(round(inputs * share, 6) / group) * group
->>>>>>> split
 
 
 def live_module(name: str) -> str:
