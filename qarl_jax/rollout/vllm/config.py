@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.models.config import ModelConfig
 from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
@@ -159,11 +160,31 @@ class Config(messages.EngineOptions):
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
 
 
-def check_length(config: Config, positions: int) -> None:
-    """Refuses an engine that is to be started for longer sequences than its model has positions, as vLLM would."""
+def check_model(config: Config, model: ModelConfig) -> None:
+    """Refuses an engine that cannot be started for its model, as vLLM or the bridge would.
+
+    Raises:
+      UserError: it is for longer sequences than the model has positions, or its shards cannot share the model.
+    """
+    positions = model.max_position_embeddings
     beyond = config.max_model_len > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
     if beyond and config.started and config.engine == "vllm":
         raise UserError(
             f"rollout.engine.max_model_len={config.max_model_len} is more than the model's {positions} positions"
             " (max_position_embeddings in its config.json): lower it, or set 0, what the model allows"
         )
+    _check_shards(config, model)
+
+
+def _check_shards(config: Config, model: ModelConfig) -> None:
+    """Refuses a tensor-parallel engine of a model that its shards cannot share, as the engine would."""
+    shards = config.tensor_parallel_size
+    if shards == 1 or config.engine != "vllm":
+        return
+    why = ""
+    if model.moe is not None:
+        why = "the experts of a sharded engine are not mirrored"
+    elif model.num_kv_heads % shards or model.num_heads % shards or model.intermediate_size % shards:
+        why = f"{model.num_kv_heads} heads of keys and {model.intermediate_size} inner features are not shared evenly"
+    if why:
+        raise UserError(f"rollout.engine.tensor_parallel_size={shards}: {why}; set it to 1")
