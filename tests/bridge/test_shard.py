@@ -78,6 +78,12 @@ def test_three_shards_are_refused_in_the_config():
     assert Config(tensor_parallel_size=4).tensor_parallel_size == 4
 
 
+def test_a_gpu_is_named_for_each_shard():
+    Config(tensor_parallel_size=2, replicas=2, visible_gpus="0,1;2,3")
+    with pytest.raises(UserError, match=r"visible_gpus=0,1;2 names 1 GPU\(s\) for .* name one for each shard"):
+        Config(tensor_parallel_size=2, replicas=2, visible_gpus="0,1;2")
+
+
 def test_fewer_gpus_than_shards_are_refused():
     torch = pytest.importorskip("torch")
     with pytest.raises(BridgeError, match=r"sees 0 GPU\(s\), and each shard needs one: name them in .*visible_gpus"):

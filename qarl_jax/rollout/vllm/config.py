@@ -28,8 +28,9 @@ class Config(messages.EngineOptions):
       answer yet, or no longer, joins when it does. Over several processes: sockets, those of each process's own host.
     key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with endpoints.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first (over several processes: the process's own). With `replicas`, one such list
-      per engine, joined by ";": "1;2;3". Those that are the learner's: `shares_gpus`.
+      sees, so that they share the first (over several processes: the process's own). A tensor-parallel engine has one
+      for each shard: "0,1". With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that are the
+      learner's: `shares_gpus`.
     shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a GPU's plan has to fit both.
     transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
@@ -139,6 +140,12 @@ class Config(messages.EngineOptions):
             raise UserError(
                 f"rollout.engine.visible_gpus has {lists} lists, joined by ';', and {self.started} engines are started:"
                 " name one list per engine, or one for all"
+            )
+        few = min(len(names.split(",")) for names in self.visible_gpus.split(";"))
+        if self.visible_gpus and few < self.tensor_parallel_size:
+            raise UserError(
+                f"rollout.engine.visible_gpus={self.visible_gpus} names {few} GPU(s) for an engine of"
+                f" tensor_parallel_size={self.tensor_parallel_size}: name one for each shard, as in 0,1"
             )
         if self.transport == "cuda_ipc" and self.is_remote:
             raise UserError(

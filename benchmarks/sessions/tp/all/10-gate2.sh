@@ -3,6 +3,8 @@
 source benchmarks/sessions/tp/common.sh
 few=1.7b-4 small=(--sequences 16 --response-len 64)
 if [ -n "$TINY" ]; then few=tiny small=("${sizes[@]}"); else bash benchmarks/offline_host.sh await; fi
+df -h /dev/shm | tail -n 1 # where NCCL and vLLM's shards meet
+nvidia-smi topo -m 2>/dev/null | head -n 8 || true
 [ -e "$MODELS/$few/config.json" ] ||
   $PYTHON -m benchmarks.random_folder "$MODELS/$few" --shapes "$shapes" $([ -n "$TINY" ] || echo --layers 4)
 [ -e "$MODELS/$shapes/config.json" ] || $PYTHON -m benchmarks.random_folder "$MODELS/$shapes" --shapes "$shapes" &
