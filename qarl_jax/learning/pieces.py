@@ -23,7 +23,6 @@ from qarl_jax import models
 from qarl_jax.learning.trainable import Trainable
 from qarl_jax.models.params import path_of, united
 from qarl_jax.models.transformer import partners, quantizable
-from qarl_jax.quant import QTensor
 from qarl_jax.runtime import mesh as sharding
 
 BYTES = 4 << 30  # of the masters of one weight, in bfloat16
@@ -39,8 +38,8 @@ class Keeper(Protocol):
 
     paths: frozenset[str]
 
-    def put(self, made: Mapping[str, Any], first: int) -> None:
-        """Takes QTensors, some layers of stacks from layer `first` on, by path."""
+    def put(self, weights: Mapping[str, Any], first: int) -> None:
+        """Takes masters or QTensors, some layers of stacks from layer `first` on, by path."""
 
     def finish(self, frozen: nnx.State) -> nnx.State:
         """Adds entries for what was put to the other frozen ones, once all is read."""
@@ -70,22 +69,24 @@ def read(
     waiting: dict[str, Any] = {}
     for keys, variable in read_leaves(parts, **options):
         path = path_of(keys, variable)
+        if keeper is not None and not learns(path) and path not in beside:  # without a program for each piece
+            variable = variable.replace(variable.get_value().astype(config.compute_dtype))
+            frozen.append(nnx.from_flat_state([(keys, variable)]))
+            continue
         if learns(path) or (keeper is None and _is_released(variable)):
             (learned if learns(path) else frozen).append(nnx.from_flat_state([(keys, variable)]))
             continue
         waiting[path] = keys, variable
         group = path, *beside.get(path, ())
         if waiting.keys() >= set(group):
-            own = [waiting.pop(path) for path in group]
-            masters = [entry for entry in own if not _is_released(entry[1])]
-            made = nnx.from_flat_state([entry for entry in own if _is_released(entry[1])])
-            if masters:
-                with sharding.launching(mesh):
-                    made = united(made, hold(nnx.from_flat_state(masters)))
-            for _, master in masters:
-                master.get_value().delete()  # and not when a collector comes
-            if keeper is None or not _kept(keeper, made, parts, config, mesh):
-                frozen.append(made)
+            own = {path: waiting.pop(path) for path in group}
+            with sharding.launching(mesh):
+                if keeper is None or not _kept(keeper, own, parts, config):
+                    released = [own.pop(path) for path, (_, leaf) in [*own.items()] if _is_released(leaf)]
+                    frozen.append(nnx.from_flat_state(released))
+                    frozen += [hold(nnx.from_flat_state(list(own.values())))] if own else []
+            for _, master in own.values():
+                jax.tree.map(lambda x: x.delete(), master.get_value())  # and not when a collector comes
     if waiting:  # for one that learns: refused
         frozen.append(hold(nnx.from_flat_state(list(waiting.values()))))
     with sharding.launching(mesh):
@@ -98,21 +99,23 @@ def _is_released(variable: Any) -> bool:
     return isinstance(variable, models.Quantized)
 
 
-def _kept(keeper: Keeper, made: nnx.State, parts: models.ModelConfig, config: models.ModelConfig, mesh: Mesh) -> bool:
-    """Gives QTensors of `parts` to the keeper that takes them, and deletes them; tells whether it does."""
+def _kept(keeper: Keeper, own: Mapping[str, Any], parts: models.ModelConfig, config: models.ModelConfig) -> bool:
+    """Gives weights of `parts` to a keeper that takes them, and tells whether it does.
+
+    No program depends on the piece: a stack of many pieces compiles those of one.
+    """
     found, first = {}, 0
-    for path, qtensor in models.by_path(made).items():
-        if path.startswith("stacks."):
-            _, number, own = path.split(".", 2)
-            start = parts.stacks[int(number)].start
-            whole = _whole_of(start, config)
-            path, first = f"stacks.{whole}.{own}", start - config.stacks[whole].start
-        if path not in keeper.paths or not isinstance(qtensor, QTensor):
+    for path, (_, variable) in own.items():
+        if not path.startswith("stacks."):
             return False
-        found[path] = qtensor
-    with sharding.launching(mesh):
-        keeper.put(found, first)
-    jax.tree.map(lambda x: x.delete(), found)
+        _, number, rest = path.split(".", 2)
+        start = parts.stacks[int(number)].start
+        whole = _whole_of(start, config)
+        first = start - config.stacks[whole].start
+        found[f"stacks.{whole}.{rest}"] = variable.get_value()
+    if not (path.endswith(".kernel") and found.keys() <= keeper.paths):
+        return False
+    keeper.put(found, first)
     return True
 
 

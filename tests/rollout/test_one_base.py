@@ -3,8 +3,10 @@
 """A base in buffers that an engine maps: what the learner reads there, when a run has it so, and what is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol import one_base as layout
 
@@ -113,3 +115,22 @@ def test_memory_that_an_engine_cannot_reach_is_refused_with_what_to_do(bases):
 
 def _fields(place):
     return {name: getattr(place, name) for name in place.__struct_fields__}
+
+
+@pytest.mark.slow
+def test_a_released_base_goes_into_buffers_as_it_is(world, bases):
+    learner, own, _ = bases
+    raw = jax.tree.map(jnp.copy, build.load_policy(world.config, _without_keeper(world))[1])
+    keeper = OneBase(learner.graphdef, learner.mesh)
+    leaves = nnx.to_flat_state(raw)
+    _, shared = pieces.read(learner.trainable, learner.config, learner.mesh, lambda *_, **__: leaves, keeper)
+    for path, held in models.by_path(shared).items():
+        if isinstance(held, quant.QTensor):
+            assert isinstance(held.scheme, nvfp4_words.Config)
+            found, wanted = (np.asarray(quant.dequantize(x, np.float32)) for x in (held, own[path]))
+            assert found.tobytes() == wanted.tobytes(), path
+
+
+def _without_keeper(world):
+    cfg = world.config
+    return build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))

@@ -28,7 +28,7 @@ from qarl_bridge.protocol import one_base as layout
 from qarl_jax import models
 from qarl_jax.models.params import part_of, path_keys, united
 from qarl_jax.models.transformer import quantizable
-from qarl_jax.quant import QTensor
+from qarl_jax.quant import QTensor, quantize
 from qarl_jax.quant.schemes import nvfp4, nvfp4_words
 from qarl_jax.rollout import PolicyWeights
 
@@ -142,16 +142,17 @@ class OneBase:
         """Bytes of all buffers."""
         return sum(layout.size(layout.arrays_of(place)) for place in self.places)
 
-    def put(self, made: Mapping[str, Any], first: int) -> None:
+    def put(self, weights: Mapping[str, Any], first: int) -> None:
         """Writes some layers of weights.
 
         Args:
-          made: QTensors of nvfp4 [layers, N, K] by path in the whole model, all that the engine fuses together.
+          weights: masters or QTensors of nvfp4 [layers, N, K] by path in the whole model, all that the engine fuses
+            together.
           first: the stack's layer that they begin at.
         """
         for paths, buffer in self._groups.items():
-            if paths[0] in made:
-                for name, values in _as_held([made[path] for path in paths]).items():
+            if paths[0] in weights:
+                for name, values in _as_held([weights[path] for path in paths]).items():
                     buffer.write(name, values, first)
 
     def finish(self, frozen: nnx.State) -> nnx.State:
@@ -211,10 +212,15 @@ def _schemes(paths: Collection[str], place: layout.Place) -> list[tuple[str, nvf
 
 
 @jax.jit
-def _as_held(weights: list[QTensor]) -> dict[str, jax.Array]:
-    """QTensors of nvfp4 [layers, N, K] that an engine fuses -> the arrays of a buffer."""
-    codes, scales = (jnp.concatenate([getattr(qt, name) for qt in weights], axis=-2) for name in ("codes", "scales"))
-    divisors = jnp.concatenate([qt.arrays["divisor"][..., 0] for qt in weights], axis=-1)
+def _as_held(weights: list[Any]) -> dict[str, jax.Array]:
+    """Masters or QTensors of nvfp4 [layers, N, K] that an engine fuses -> the arrays of a buffer."""
+    masters = [weight for weight in weights if not isinstance(weight, QTensor)]
+    made = [
+        weight if isinstance(weight, QTensor) else quantize(weight, nvfp4.Config(), beside=masters)
+        for weight in weights
+    ]
+    codes, scales = (jnp.concatenate([getattr(qt, name) for qt in made], axis=-2) for name in ("codes", "scales"))
+    divisors = jnp.concatenate([qt.arrays["divisor"][..., 0] for qt in made], axis=-1)
     return {"words": nvfp4_words.words(codes), "scales": nvfp4_words.turned(scales), "divisors": divisors}
 
 

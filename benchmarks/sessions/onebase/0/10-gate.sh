@@ -5,7 +5,7 @@ if [ -n "${TINY:-}" ]; then
   shapes=tiny-qwen2.5 sizes=(--sequences 8 --prompt-len 12 --response-len 8 --kv-cache-gb 0.2 --threads 1)
 else
   bash benchmarks/offline_host.sh await
-  nvidia-smi --query-gpu=timestamp,memory.used --format=csv,noheader -lms 500 >"$RESULTS/gate_once.memory" &
+  nvidia-smi -i "${CARD:-0}" --query-gpu=timestamp,memory.used --format=csv,noheader -lms 500 >"$RESULTS/gate_once.memory" &
   watch=$!
 fi
 [ -e "$MODELS/$shapes/config.json" ] || timeout 120 python3 -m benchmarks.random_folder "$MODELS/$shapes" --shapes "$shapes"

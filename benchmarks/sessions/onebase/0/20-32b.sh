@@ -14,7 +14,7 @@ run() { # name, further overrides
   [ -n "${TINY:-}" ] || left=$(($(bash benchmarks/offline_host.sh left) - 20))
   [ "$left" -gt 150 ] || { echo "$1: only $left s are left" && return; }
   if [ -z "${TINY:-}" ]; then
-    nvidia-smi --query-gpu=timestamp,memory.used --format=csv,noheader -lms 500 >"$RESULTS/step_$1.memory" &
+    nvidia-smi -i "${CARD:-0}" --query-gpu=timestamp,memory.used --format=csv,noheader -lms 500 >"$RESULTS/step_$1.memory" &
     watch=$!
   fi
   python3 -m benchmarks.step_gpu --shapes "$shapes" --folder "$MODELS/$shapes" --case nvfp4 --lora-rank 32 "${sizes[@]}" \
