@@ -93,3 +93,15 @@ def test_the_bridge_reads_words_as_what_was_published(weights):
     assert np.array_equal(codes.numpy(), qt.codes[0])
     expected = jnp.where(qt.scales[0].astype(jnp.float32) < nvfp4.FLUSHED, 0, qt.scales[0].astype(jnp.float32))
     assert np.array_equal(kept.float().numpy(), expected)
+
+
+def test_scales_reach_a_gpus_loop_over_layers_as_they_lie(shared):
+    """Left to choose, XLA for GPUs copies the scales of all layers into another layout before the loop."""
+
+    def total(x, qt):
+        return jax.lax.scan(lambda x, layer: (x + jnp.sum(quant.dequantize(layer, jnp.float32)), None), x, qt)[0]
+
+    lowered = jax.jit(total).trace(jnp.float32(0), shared[1]).lower(lowering_platforms=("cuda",))
+    (line,) = [line for line in lowered.as_text().splitlines() if "@LayoutConstraint" in line]
+    assert "result_layouts = [dense<[1, 0]>" in line  # the last dimension is the minor one
+    assert f"tensor<{K // 16}x{WIDTHS[1]}xui8>" in line

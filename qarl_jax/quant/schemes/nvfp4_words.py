@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32, UInt8
 from qarl_bridge.protocol import formats, one_base
 
@@ -84,6 +85,8 @@ def unpacked(qt: QTensor) -> QTensor:
     stacked = jnp.stack(pairs, axis=-1).astype(jnp.uint8)  # block n t f h i
     at = len(lead)
     ordered = jnp.transpose(stacked, (*range(at), at + 1, at, at + 4, at + 5, at + 3, at + 2))
-    scales = lax.bitcast_convert_type(jnp.swapaxes(qt.scales[..., rows], -1, -2), jnp.float8_e4m3fn)
+    # Left to choose a layout, XLA copies the scales of all layers into that of the turned ones before it loops.
+    lying = with_layout_constraint(qt.scales[..., rows], Layout(tuple(range(qt.scales.ndim))))
+    scales = lax.bitcast_convert_type(jnp.swapaxes(lying, -1, -2), jnp.float8_e4m3fn)
     arrays = {"codes": ordered.reshape(*lead, n, blocks * _BYTES), "scales": scales}
     return QTensor(arrays | {"divisor": qt.arrays["divisor"]}, nvfp4.Config())
