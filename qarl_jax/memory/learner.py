@@ -251,6 +251,17 @@ def _reading(cfg: RunConfig, shared: frozenset[str]) -> int:
     return 8 * min(max(stacks), pieces.BYTES_OF_A_KEEPER) if stacks else 0
 
 
+def _decoded(cfg: RunConfig) -> int:
+    """Bytes of the largest fused module of a base that is held once (gate and up), decoded to the compute dtype."""
+    made = shapes(cfg)
+    kernels = models.by_path(made.params)
+    sizes = [
+        sum(math.prod(kernels[path].shape[1:]) for path in paths)
+        for paths in one_base.shareable(made.graphdef).values()
+    ]
+    return max(sizes) * models.config_of(made.graphdef).compute_dtype.itemsize
+
+
 def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
     """Bytes of the masters that a forward reads, in `dtype`: all but those that it has as QTensors."""
     low = models.by_path(qweights)
@@ -379,6 +390,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     if trainable.freeze:
         out["frozen weights"] = nbytes(made.frozen, mesh)
     if shared:
+        out["activations (estimate)"] += _decoded(cfg)  # their number does not grow with the tokens
         later = sum(
             out[name] for name in ("gradients", "activations (estimate)", "log-prob chunk", "update (estimate)")
         )
