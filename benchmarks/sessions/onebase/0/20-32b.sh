@@ -1,7 +1,8 @@
 # Qwen2.5-32B shapes, adapters of rank 32 on an NVFP4 base, learner and engine on one GPU of 80 GB, the load of
 # one_h100/0/20-32b.sh: the base held once; each with a copy (transport=host); once, and the whole in 60 GiB. A line of
 # steps.jsonl each, with the plan by part beside what JAX held and what the card did (*.memory, twice a second), seven
-# minutes each at most. The last recomputes whole layers, for the plan. ONLY="once full_in_60": these alone. TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU.
+# minutes each at most. The last recomputes whole layers. ONLY="once full_in_60" runs these alone.
+# TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU.
 shapes=qwen2.5-32b sizes=(--batch 64 --response-len 2048 --mean-len 400 --steps 5 --rows 1) more=()
 if [ -n "${TINY:-}" ]; then
   shapes=tiny-qwen2.5 sizes=(--batch 16 --response-len 8 --mean-len 4 --steps 2 --rows 2)
