@@ -193,7 +193,9 @@ def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:
     _, plan = choose.settle(config.load(file, words), size)
     assert plan is not None
     parts = {f"learner: {name}": n for name, n in plan.learner.items()} | {"JAX takes": int(plan.fraction * size)}
-    parts |= {"staging": plan.staging} | {f"engine: {name}": n for name, n in plan.engine.items()}
+    parts |= {"base of both": plan.one_base, "staging": plan.staging} | {
+        f"engine: {name}": n for name, n in plan.engine.items()
+    }
     return {name: round(n / GIB, 3) for name, n in parts.items()}
 
 
@@ -308,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         found |= {"proximal": args.proximal, "waits": args.waits, "updates_per_step": args.updates}
         found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
-        told = ("execution", "publishing over")
+        told = ("execution", "publishing over", "hold the frozen base")
         said = [one for one in text.splitlines() if one.startswith("device ") or any(word in one for word in told)]
         found["said"] = said[-6:]
         if steps_done(run_dir) > 1:
