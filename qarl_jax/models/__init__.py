@@ -37,6 +37,7 @@ from qarl_jax.models.params import (
     merge_adapters,
     parse_rules,
     quantize_params,
+    quantizer,
     random_leaves,
     random_masters,
     random_model,
