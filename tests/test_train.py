@@ -21,6 +21,8 @@ from qarl_jax.run import build, config, stamp
 from qarl_jax.types import UserError
 from tests.reference import rewards, tiny
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
