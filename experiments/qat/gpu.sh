@@ -21,18 +21,18 @@ qat() { # name, overrides
 }
 gptq() { python3 experiments/qat/gptq.py "${settings[@]}" --out "$RESULTS/gptq.jsonl" >>"$RESULTS/gptq.log" 2>&1; }
 end_to_end() {
-  qat end_to_end train=null distill.epochs=10
-  qat end_to_end_faster train=null distill.epochs=10 distill.optimizer.lr=0.0003
-  qat direct 'stages=["w2a16_asym:g32"]' train.epochs=6
+  qat end_to_end train=null distill.epochs=5
+  qat end_to_end_faster train=null distill.epochs=5 distill.optimizer.lr=0.0003
+  qat direct 'stages=["w2a16_asym:g32"]' train.epochs=3
 }
 by_blocks() {
   qat progressive
-  qat nested 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=6
+  qat split split=0.05
+  qat nested 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=3
   qat w3 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]'
   qat w4 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]'
 }
-split() { qat split split=0.05; }
-for part in ${PARTS:-gptq end_to_end by_blocks split}; do
+for part in ${PARTS:-gptq end_to_end by_blocks}; do
   if [ -n "${TINY:-}" ]; then $part; else $part & fi
 done
 wait
