@@ -9,6 +9,8 @@ Random weights of a Qwen3's shapes, drawn on the GPU, are published into two liv
 once: `--response-len` tokens for every sequence, `--repeats` times. A line of JSON per scheme and number of sequences
 has the most tokens per second of either, and their ratio: 1 is a batch-invariance that costs nothing. `--apart` starts
 one engine after the other, where a GPU has no room for two; `--transport host` stages no version on the GPU.
+`--tensor-parallel` spreads each engine over so many GPUs, and the learner over all that there are; `publish_s` are the
+seconds of a second publish. `--arithmetics` leaves one out.
 
 A CPU has one arithmetic, and both are that: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8`.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -37,10 +40,11 @@ ARITHMETICS = ("batch_invariant", "vllm")
 PROMPT_LEN = 64
 
 
-def policy(name: str, layers: int, scheme: str) -> PolicyWeights:
-    """Random weights of a model's shapes under `scheme`, on the devices."""
+def policy(name: str, layers: int, scheme: str, shards: int) -> PolicyWeights:
+    """Random weights of a model's shapes under `scheme`, on the devices, for an engine of so many shards."""
     mesh = make_mesh(fsdp=-1)
     config = shapes.model_config(shapes.Setting(model=name, layers=layers, scheme=scheme, engine="auto"))
+    config = dataclasses.replace(config, numerics=dataclasses.replace(config.numerics, shards=shards))
     graphdef = models.split(models.abstract_model(config))[0]
     params = models.random_masters(config, mesh)
     quantized = jax.jit(lambda masters: models.quantize_params(graphdef, masters))(params)
@@ -51,15 +55,17 @@ def engine_config(arithmetic: str, config: models.ModelConfig, args: argparse.Na
     """An engine that holds all sequences at once."""
     longest = PROMPT_LEN + args.response_len
     pages = -(-longest // 128)  # of at most 128 tokens
-    token = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # bytes: a key and a value, two bytes each
+    heads = config.num_kv_heads // args.tensor_parallel
+    token = 4 * config.num_layers * heads * config.head_dim  # bytes of a shard: a key and a value, two bytes each
     return Config(
         arithmetic=arithmetic if jax.default_backend() == "gpu" else "batch_invariant",  # type: ignore[arg-type]
         max_model_len=longest,
         max_num_seqs=max(args.sequences),
         kv_cache_gb=1.1 * token * 128 * pages * max(args.sequences) / 2**30,
         gpu_memory_utilization=0.1,
-        staging_buffers=1,
+        staging_buffers=args.staging_buffers,
         transport=args.transport,
+        tensor_parallel_size=args.tensor_parallel,
         readback="off",
         log_file=f"{args.engine_log}.{arithmetic}" if args.engine_log else "",
     )
@@ -93,11 +99,16 @@ def tokens_per_s(engine: VllmEngine, vocab: int, sequences: int, response_len: i
 
 def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each number of sequences."""
-    weights = policy(args.shapes, args.layers, scheme)
+    weights = policy(args.shapes, args.layers, scheme, args.tensor_parallel)
     vocab = models.config_of(weights.graphdef).vocab_size
-    best: dict[int, dict[str, float]] = {n: dict.fromkeys(ARITHMETICS, 0.0) for n in args.sequences}
-    for names in [[name] for name in ARITHMETICS] if args.apart else [list(ARITHMETICS)]:
+    best: dict[int, dict[str, float]] = {n: dict.fromkeys(args.arithmetics, 0.0) for n in args.sequences}
+    publish_s: dict[str, float] = {}
+    for names in [[name] for name in args.arithmetics] if args.apart else [list(args.arithmetics)]:
         with engines_of(weights, names, args) as engines:
+            for name, engine in engines.items():
+                start = time.perf_counter()
+                engine.publish(weights, 1)
+                publish_s[name] = round(time.perf_counter() - start, 3)
             for repeat in range(args.repeats + 1):  # the first warms up
                 for n in args.sequences:
                     for name, engine in engines.items():
@@ -106,12 +117,14 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         )
                         best[n][name] = max(best[n][name], found) if repeat else 0.0
     for n in args.sequences:
-        ratio = round(best[n]["batch_invariant"] / best[n]["vllm"], 3)
-        yield {"shapes": args.shapes, "scheme": scheme, "sequences": n} | {
-            "batch_invariant_tok_per_s": round(best[n]["batch_invariant"]),
-            "vllm_tok_per_s": round(best[n]["vllm"]),
-            "ratio": ratio,
-        }
+        found = {f"{name}_tok_per_s": round(best[n][name]) for name in args.arithmetics}
+        if len(args.arithmetics) > 1:
+            found["ratio"] = round(best[n]["batch_invariant"] / best[n]["vllm"], 3)
+        yield (
+            {"shapes": args.shapes, "scheme": scheme, "shards": args.tensor_parallel, "sequences": n}
+            | found
+            | {"publish_s": publish_s}
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,6 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--response-len", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    parser.add_argument("--arithmetics", nargs="+", choices=ARITHMETICS, default=list(ARITHMETICS))
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="shards of an engine, on as many GPUs")
+    parser.add_argument("--staging-buffers", type=int, default=1, choices=(0, 1, 2), help="as in rollout.engine")
     parser.add_argument("--transport", default="auto", choices=("auto", "host"), help="as in rollout.engine")
     parser.add_argument("--engine-log", default="", help="file for what the engines say, with their arithmetic's name")
     parser.add_argument("--out", help="a file that the lines are appended to")

@@ -49,12 +49,15 @@ STEPS = (
     "step_muon_1.7b_h200.json",
     "step_8b_h200.json",
     "step_8b_two_h100.json",
+    "step_8b_rounded_h200.json",
     "step_30b_a3b_two_h200.json",
     "step_30b_a3b_four_h200.json",
     "step_30b_8_layers_h100.json",
 )
 # Before commit 579046c Muon multiplied in float32.
 SAID = {"step_trainer_h200.json": ["optimizer.matmul_precision=highest"]}
+# Records of code that adds gradients in the backward; others held a second, whole copy of them.
+SUMMED = ("step_8b_rounded_h200.json",)
 # Rows of code that was mended since, as their records or docs/operations/steps.md say.
 MENDED = {
     ("step_trainer_h200.json", 0): "engines held int4 layers in bfloat16",
@@ -147,13 +150,16 @@ class Folders:
         return str(folder)
 
 
-def settled(words: Sequence[str], folder: str, machine: Machine, kv_cache_gb: float = 0.0) -> tuple[RunConfig, float]:
+def settled(
+    words: Sequence[str], folder: str, machine: Machine, kv_cache_gb: float = 0.0, *, summed: bool = False
+) -> tuple[RunConfig, float]:
     """A recorded run as it was laid out, and GiB that JAX would hold on a device."""
     words = [TODAY.get(word, word) for word in words]
     kept = [word for word in words if word.split("=", 1)[0] not in (*UNUSED, "model.path")]
     older = ["train.proximal=learner"]  # a record of before this setting; another has it among its own
     cfg = config.on_a_gpu(config.load(step_gpu.CONFIG, [*older, *kept, f"model.path={folder}"]))
-    with mock.patch.object(learner, "beside_sums", lambda model, *of: learner.nbytes(*of)):  # a whole one, that day
+    beside = learner.beside_sums if summed else lambda model, *of: learner.nbytes(*of)
+    with mock.patch.object(learner, "beside_sums", beside):
         cfg, plan = choose.settle(cfg, machine.size)
     assert plan is not None
     if kv_cache_gb:  # what the plan of that day gave
@@ -181,7 +187,8 @@ def steps(folders: Folders) -> Iterator[Row]:
             layers = row.get("layers") or 0
             words = [*overrides_of(row), *SAID.get(name, [])]
             cache = row.get("planned_gib", {}).get("engine: KV cache", 0.0)
-            cfg, planned = settled(words, folders.of(row["shapes"], layers), machine, cache)
+            folder = folders.of(row["shapes"], layers)
+            cfg, planned = settled(words, folder, machine, cache, summed=name in SUMMED)
             took = row["seconds"]
             seconds = {key: took[key] for key in ("rollout", "update", "publish")}
             # Older records have the wait for log-probs that were begun early under `pack`.
@@ -427,11 +434,11 @@ def example() -> list[str]:
 def page(text: str, rows: Sequence[Row]) -> str:
     """docs/operations/advise.md with its three tables as they are now."""
     for start, lines in (
-        ("```\nscheme", example()),
-        ("| model | machine | GPUs | steps", summary(rows)),
-        ("| model | machine | GPUs | learner", table(rows)),
+        (r"```\n *scheme", example()),
+        (r"\| model \| machine \| GPUs \| steps", summary(rows)),
+        (r"\| model \| machine \| GPUs \| learner", table(rows)),
     ):
-        before, _, rest = text.partition(start)
+        before, rest = re.split(start, text, maxsplit=1)
         end = rest.index("\n\n")
         text = before + "\n".join(lines) + rest[end:]
     return text

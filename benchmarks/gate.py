@@ -44,8 +44,11 @@ import numpy as np
 from qarl_jax import models
 from qarl_jax.models.params import part_of, united
 from qarl_jax.quant import QTensor, resolve
+from qarl_jax.quant.schemes import nvfp4_words
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout.vllm import one_base
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import Prompt, entry_point
 from qarl_jax.verify import ladder, layers
 
@@ -108,7 +111,8 @@ def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: ar
     if tight:
         together = max(4, args.sequences // 4)
         pages = -(-length // _BLOCK)
-        kv = 4 * _BLOCK * config.num_layers * config.num_kv_heads * config.head_dim  # bytes of a page: keys and values
+        heads = config.num_kv_heads // args.tensor_parallel
+        kv = 4 * _BLOCK * config.num_layers * heads * config.head_dim  # bytes of a shard's page: keys and values
         room = {
             "kv_cache_gb": kv * (together * pages * 3 // 5 + 1) / 2**30,
             "max_num_seqs": together,
@@ -118,10 +122,12 @@ def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: ar
         **room,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=length,
-        readback="off",
+        readback=args.readback,
         arithmetic=arithmetic,  # type: ignore[arg-type]
         eager=arithmetic != INVARIANT,
         record_routing=args.replay,
+        tensor_parallel_size=args.tensor_parallel,
+        visible_gpus=args.visible_gpus,
         threads=args.threads,
         log_file=args.engine_log,
     )
@@ -143,7 +149,8 @@ def moved(weights: PolicyWeights, key: jax.Array, by: float = 3e-5) -> PolicyWei
     keys = jax.random.split(key, len(leaves))
     leaves = [leaf + by * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
     params = united(fixed, jax.tree.unflatten(structure, leaves))
-    return dataclasses.replace(weights, params=params, qweights=models.quantize_params(weights.graphdef, params))
+    qweights = weights.qweights if weights.fixed else models.quantize_params(weights.graphdef, params)
+    return dataclasses.replace(weights, params=params, qweights=qweights)
 
 
 def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
@@ -167,6 +174,8 @@ def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
             return q
         done = True
         at = (0,) * q.codes.ndim
+        if isinstance(q.scheme, nvfp4_words.Config):  # its first output, of those that the engine fuses
+            at = (0, 0, q.scheme.first, 0)
         code = q.codes[at]
         if q.codes.dtype == jnp.float8_e4m3fn:
             code = (code.astype(jnp.float32) * 1.125 + 0.5).astype(code.dtype)
@@ -205,11 +214,16 @@ def observed(
 def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
     """One engine under one scheme: the rows of its conditions, and one of the control."""
     begun = time.time()
-    weights = ladder.load(path, scheme, resolve("auto").profile, lora_rank=args.lora_rank)
+    weights = ladder.load(path, scheme, resolve("auto").profile, shards=args.tensor_parallel, lora_rank=args.lora_rank)
     config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
     same = {"scheme": scheme, "arithmetic": arithmetic, "engine": "tight" if tight else "roomy"}
+    same |= {"shards": args.tensor_parallel} if args.tensor_parallel > 1 else {}
     engine = VllmEngine(config, run_id="gate")
+    held = engine.hold_once(weights.graphdef, make_mesh()) if args.lora_rank and arithmetic == INVARIANT else None
+    if held is not None:
+        weights = one_base.moved_into(held, weights)
+        same["base_held_once_gib"] = held.nbytes / 2**30
     try:
         for version in range(args.updates + 1):
             if version:
@@ -243,6 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--replay", action="store_true", help="the learner sends tokens to the experts of the engine")
     parser.add_argument("--lora-rank", type=int, default=0, help="of random adapters, which alone move; 0: none")
+    parser.add_argument("--readback", default="off", choices=("off", "sampled", "full"), help="as in rollout.engine")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="shards of the engine, on as many GPUs")
+    parser.add_argument("--visible-gpus", default="", help="as in rollout.engine; empty: those that the learner sees")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=14.0)
     parser.add_argument("--threads", type=int, default=0, help="of an engine on a CPU; 0: all")

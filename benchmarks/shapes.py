@@ -32,6 +32,7 @@ SIZES = {
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},
     "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
+    "32b": {"hidden": 5120, "inter": 25600, "layers": 64, "heads": 64, "kv": 8, "vocab": 151936, "tied": False},
     # Qwen2.5's, with biases.
     "tiny-qwen2.5": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512}
     | {"tied": False, "family": "qwen2"},

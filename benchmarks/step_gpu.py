@@ -31,6 +31,10 @@ step still says what its steps did. `--arithmetic` is as in rollout.engine, and 
 every difference: its k3 is no trained model's. `--proximal learner` scores old log-probs in a pass before the updates,
 where an aligned run takes the sampler's (`train.proximal`).
 
+Where a step has several mini-batches, updates may begin while its last groups are decoded (`qarl_jax/loop/tail.py`).
+`tail` in the line has the seconds after the first complete mini-batch, those of them in which the learner was idle, and
+the seconds of updates that were hidden. `--waits` makes no update before all groups are there, to compare with.
+
 With `--run-dir` the run is kept in that folder and saved after every step. The same command then goes on where an
 earlier one was cut short, and its line is about all steps; one that began anew or went on is left out of the means.
 """
@@ -63,6 +67,13 @@ from qarl_jax.run import config
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"
+WAITING = """
+import sys
+from qarl_jax import train
+from qarl_jax.loop import updates
+updates.waits = lambda *args: "to compare"
+sys.exit(train.main())
+"""
 SCHEMES = ("w8a8", "fp8", "w4a16", "nvfp4")
 CASES = ("bf16", *SCHEMES, *(f"{scheme}-rollout" for scheme in SCHEMES))
 PROMPT_LEN, SAMPLES = 64, 8
@@ -182,7 +193,9 @@ def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:
     _, plan = choose.settle(config.load(file, words), size)
     assert plan is not None
     parts = {f"learner: {name}": n for name, n in plan.learner.items()} | {"JAX takes": int(plan.fraction * size)}
-    parts |= {"staging": plan.staging} | {f"engine: {name}": n for name, n in plan.engine.items()}
+    parts |= {"base of both": plan.one_base, "staging": plan.staging} | {
+        f"engine: {name}": n for name, n in plan.engine.items()
+    }
     return {name: round(n / GIB, 3) for name, n in parts.items()}
 
 
@@ -215,6 +228,9 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "tokens_per_s": mean("time/tok_per_s"),
         "rollout_tokens_per_s": mean("time/rollout_tok_per_s"),
         "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in named},
+        "tail": {
+            name: mean(f"time/{name}_s") for name in ("rollout/tail", "rollout/idle", "update/hidden", "beside/update")
+        },
         "first_step_s": first["time/step_s"],
         "start": {key.removeprefix("time/"): v for key, v in first.items() if key.startswith("time/start_")},
         "learner_gib": [v for key, v in sorted(records[-1].items()) if key.startswith("perf/most_gib_")],
@@ -257,6 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
     parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
     parser.add_argument("--proximal", default="auto", choices=("auto", "learner"), help="train.proximal")
+    parser.add_argument("--waits", action="store_true", help="no update begins before a step's last group is there")
     parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
     parser.add_argument("--limit-s", type=float, default=570.0)
     parser.add_argument("--run-dir", default="", help="a folder to keep the run in, and to go on in; empty: none")
@@ -280,7 +297,8 @@ def main(argv: list[str] | None = None) -> int:
             words = of_recipe(args, str(folder), str(run_dir))
         else:
             words = fitting(overrides(args, str(folder), str(run_dir)), planner.capacity())
-        command = [sys.executable, "-m", "qarl_jax.train", "--config", file, *words]
+        program = ["-c", WAITING] if args.waits else ["-m", "qarl_jax.train"]
+        command = [sys.executable, *program, "--config", file, *words]
         log = args.log or f"{scratch}/log"
         plan = planned(file, words, planner.capacity())
         with contextlib.ExitStack() as stack:
@@ -289,10 +307,10 @@ def main(argv: list[str] | None = None) -> int:
         case = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "layers": args.layers}
         found: dict[str, Any] = {"recipe": args.recipe} if args.recipe else case
         found |= {"code": code, "cards": args.cards, "arithmetic": args.arithmetic, "planned_gib": plan}
-        found["proximal"] = args.proximal
+        found |= {"proximal": args.proximal, "waits": args.waits, "updates_per_step": args.updates}
         found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
-        told = ("execution", "publishing over")
+        told = ("execution", "publishing over", "hold the frozen base")
         said = [one for one in text.splitlines() if one.startswith("device ") or any(word in one for word in told)]
         found["said"] = said[-6:]
         if steps_done(run_dir) > 1:

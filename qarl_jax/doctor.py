@@ -47,7 +47,7 @@ from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
-from qarl_jax.rollout.vllm.config import check_length
+from qarl_jax.rollout.vllm.config import check_model
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, VllmEngine
 from qarl_jax.run import build, config, description
 from qarl_jax.run.checkpoint import Checkpoints
@@ -255,12 +255,12 @@ def adapters(cfg: RunConfig) -> Iterator[Check]:
 
 
 def positions(cfg: RunConfig) -> Check:
-    """The model has positions for prompt and response, and for what the engine is started for."""
-    known = models.read_config(cfg.model.path).max_position_embeddings
+    """The model has positions for prompt and response, and the engine can be started for it."""
+    known = (model := models.read_config(cfg.model.path)).max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
     try:
         if isinstance(cfg.rollout.engine, VllmConfig):
-            check_length(cfg.rollout.engine, known)
+            check_model(cfg.rollout.engine, model)
     except UserError as error:
         found, _, todo = str(error).rpartition(": ")
         return Check(name="positions", status="fail", found=found, todo=todo)

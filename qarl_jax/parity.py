@@ -32,7 +32,7 @@ OPTIONS = {
     "attention": "the learner's; engine: what mirrors the engine's own",
     "arithmetic": "as rollout.engine.arithmetic",
     "eager": "run the engine's operations one by one",
-    "tensor_parallel_size": "shards of the engine (1 or 2)",
+    "tensor_parallel_size": "shards of the engine (1, 2 or 4)",
     "lora_rank": "of random adapters of all linear layers; 0: none",
     "kv_cache_gb": "of the engine",
     "gpu_memory_utilization": "share of the device's memory the engine may use",

@@ -62,9 +62,9 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
             if step == run.start + 1:
                 recompiles.take()  # a process's first step warms up
             with profiled(cfg, step):
-                # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
-                collected = run.updates.arriving(run.collector.stream(step), run.state, step)
-                if run.interrupt.agreed():
+                # ---- sample and grade: an interrupt drops the step, unless it has moved the masters already ----------
+                collected = run.updates.arriving(run.collector.collect, run.state, step)
+                if not run.updates.has_begun and run.interrupt.agreed():
                     if step > run.start:
                         run.save(step)
                     return run.end_interrupted(step)

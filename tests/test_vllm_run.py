@@ -262,8 +262,10 @@ def test_a_noisy_sampler_travels_as_plain_norms_and_the_learner_sees_it(tmp_path
 
 
 @pytest.mark.nightly
-def test_an_engine_of_two_shards_that_is_killed_leaves_nothing_in_the_next_ones_way():
-    """vLLM names what its shards meet in alike for every engine: of a killed one, it was in the way of the next."""
+@pytest.mark.parametrize("who", ["all", "the second shard", "the first shard"])
+def test_an_engine_of_two_shards_that_is_killed_leaves_nothing_in_the_next_ones_way(who):
+    """vLLM names what its shards meet in alike for every engine: of a killed one, it was in the way of the next. One
+    shard that is gone takes the other with it."""
     pytest.importorskip("vllm")
     settings = ["quant.forward=w8a8", "train.prompts_per_step=8", "train.prompts_per_update=8"]
     settings += [f"rollout.engine.{name}" for name in ("tensor_parallel_size=2", "kv_cache_gb=0.1", "threads=1")]
@@ -271,11 +273,18 @@ def test_an_engine_of_two_shards_that_is_killed_leaves_nothing_in_the_next_ones_
         before = session.sample()
         first = session.engine.facts.pid
         assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"qarl-shards-{first}-")]
-        for pid in (first, *children(first)):
+        pids = [first, *shards_of(first)]
+        for pid in {"all": pids, "the first shard": pids[:1], "the second shard": pids[1:]}[who]:
             os.kill(pid, signal.SIGKILL)
         after = session.sample()
         assert session.engine.restarts == 1
         assert [group.texts for group in after] == [group.texts for group in before]
+        assert not any(map(alive, pids))
+
+
+def shards_of(pid):
+    """The children that run an engine, without multiprocessing's own."""
+    return [child for child in children(pid) if b"spawn_main" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def children(pid):

@@ -168,9 +168,11 @@ def main(argv: list[str] | None = None) -> int:
 
             engine = ShardedEngine(args.model, config, expected, has_weights=has_weights, options=options)
         else:
+            from qarl_bridge.engine import one_base
             from qarl_bridge.engine.engine import VllmEngine
 
-            engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options)
+            base = one_base.read(args.model)
+            engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options, base=base)
         bridge = Bridge(engine, _log, profile=options.profile)
         if has_weights and options.lora_rank:
             _adopt_folder(bridge, engine, args.model)

@@ -7,14 +7,17 @@ the quantized prefix. Columns go by falling diagonal of the Hessian (`act_order`
 
 The grid is asymmetric, minimum to maximum of a group, with float32 scales and integer zero points. Rounding to nearest
 on this grid stands beside GPTQ. Weights are not rounded to bfloat16, so that scales have more bits than the project's.
-With `--folder` the perplexity of a trained folder follows, as it is and rounded to nearest on this grid.
+Each result is a JSON line of `--out` as soon as it is there; those that the file has are not made again.
 """
 
 import argparse
 import contextlib
 import json
 import math
+import pathlib
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,6 +27,7 @@ from qarl_jax.qat import command, text
 from qarl_jax.typed_config import load
 
 DAMP = 0.01
+AT_ONCE = 64  # inputs whose errors reach the rest of the weight in one product
 ORDER = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -54,7 +58,7 @@ def nearest(w: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 def gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_order: bool) -> torch.Tensor:
     """A weight [N, K] after GPTQ with a Hessian [K, K]; float64."""
-    w, hessian = w.double().clone(), hessian.clone()
+    w, hessian = w.double(), hessian.clone()
     scales, zeros = (x.repeat_interleave(group, 1) for x in grid(w, bits, group))
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = 1
@@ -62,15 +66,21 @@ def gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_orde
     order = (
         torch.argsort(hessian.diagonal(), descending=True) if act_order else torch.arange(w.shape[1], device=w.device)
     )
-    w, scales, zeros = w[:, order], scales[:, order], zeros[:, order]
+    w, scales, zeros = (x[:, order].T.contiguous() for x in (w, scales, zeros))  # an input is a row
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order]))
     upper = torch.linalg.cholesky(inverse, upper=True)
+    shares = upper / upper.diagonal()[:, None]
     out = torch.empty_like(w)
-    for column in range(w.shape[1]):
-        out[:, column] = on_grid(w[:, column], scales[:, column], zeros[:, column], bits)
-        error = (w[:, column] - out[:, column]) / upper[column, column]
-        w[:, column:] -= error[:, None] * upper[column, column:]
-    return out[:, torch.argsort(order)]
+    for first in range(0, w.shape[0], AT_ONCE):
+        part = slice(first, first + AT_ONCE)
+        own, errors = w[part], torch.empty_like(w[part])
+        for i in range(own.shape[0]):
+            at = first + i
+            out[at] = on_grid(own[i], scales[at], zeros[at], bits)
+            errors[i] = own[i] - out[at]
+            own[i + 1 :].addr_(shares[at, at + 1 : first + own.shape[0]], errors[i], alpha=-1)
+        w[first + AT_ONCE :] -= shares[part, first + AT_ONCE :].T @ errors
+    return out.T[:, torch.argsort(order)]
 
 
 @torch.no_grad()
@@ -116,8 +126,10 @@ def quantize(model: torch.nn.Module, rows: torch.Tensor, bits: int, group: int, 
             for x in hidden:
                 layer(x, **kept)
             hook.remove()
-            for module in modules:
-                module.weight.copy_(gptq(module.weight, hessian, bits, group, act_order))
+            whole = torch.cat([module.weight for module in modules])  # rows do not know of each other
+            parts = gptq(whole, hessian, bits, group, act_order).split([module.out_features for module in modules])
+            for module, part in zip(modules, parts, strict=True):
+                module.weight.copy_(part)
         out = [layer(x, **kept) for x in hidden]
         hidden = [x[0] if isinstance(x, tuple) else x for x in out]
 
@@ -132,41 +144,41 @@ def round_all(model: torch.nn.Module, bits: int, group: int) -> None:
 
 
 def main() -> None:
-    """Prints one JSON line per width."""
+    """Writes one JSON line per width and method."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
-    parser.add_argument("--group", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=128, help="of calibration, the first of the training's")
-    parser.add_argument("--folder", default="")
+    parser.add_argument("--out", required=True, help="a file of JSON lines, which is gone on with")
+    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=512, help="of calibration, the first of the training's")
     args, overrides = parser.parse_known_args()
     cfg = load.load(command.Config, args.config, overrides)
     config = models.read_config(cfg.model.path)
     sizes = {"count": cfg.text.rows, "heldout": cfg.text.heldout, "length": cfg.text.row_len}
     found = text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
     train, heldout = (torch.tensor(rows, dtype=torch.long, device=DEVICE) for rows in found)
+    train, out = train[: args.rows], pathlib.Path(args.out)
+    lines = out.read_text().splitlines() if out.is_file() else []
+    done = {(line["method"], line.get("bits")) for line in map(json.loads, lines)}
 
-    def fresh(folder: str = cfg.model.path) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+    def measure(method: str, change: Callable[[torch.nn.Module], None], **facts: int) -> None:
+        if (method, facts.get("bits")) in done:
+            return
+        began = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32).to(DEVICE).eval()
+        change(model)
+        line = {"method": method} | facts | {"perplexity": perplexity(model, heldout), "heldout": list(heldout.shape)}
+        with out.open("a") as file:
+            file.write(json.dumps(line | {"s": round(time.perf_counter() - began, 1)}) + "\n")
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()  # for the trainings beside it
 
-    full = perplexity(fresh(), heldout)
+    measure("full", lambda model: None)
     for bits in args.bits:
-        began, line = time.perf_counter(), {"bits": bits, "group": args.group, "full": full}
-        model = fresh()
-        round_all(model, bits, args.group)
-        line["rounded"] = perplexity(model, heldout)
-        for name, act_order in (("gptq", False), ("gptq_act_order", True)):
-            model = fresh()
-            quantize(model, train[: args.rows], bits, args.group, act_order)
-            line[name] = perplexity(model, heldout)
-        if args.folder:
-            model = fresh(args.folder)
-            line["folder"] = perplexity(model, heldout)
-            round_all(model, bits, args.group)
-            line["folder_rounded"] = perplexity(model, heldout)
-        print(
-            json.dumps(line | {"heldout": list(heldout.shape), "s": round(time.perf_counter() - began, 1)}), flush=True
-        )
+        on = {"bits": bits, "group": args.group}
+        measure("gptq_act_order", partial(quantize, rows=train, act_order=True, **on), **on, rows=len(train))
+        measure("rounded", partial(round_all, **on), **on)
+        measure("gptq", partial(quantize, rows=train, act_order=False, **on), **on, rows=len(train))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,37 @@
-# SmolLM2-135M through all of its layers on one GPU, GPTQ beside it. Arms: progressive, two bits at once, nested widths, three
-# bits, four bits. MODELS holds smollm2-135m, RESULTS gets receipts and logs. A killed run goes on with the same command.
-export XLA_PYTHON_CLIENT_PREALLOCATE=false
-config=configs/qat/smollm2_135m_gpu.yaml text=$RESULTS/python_reference.jsonl
-here=(model.path="$MODELS/smollm2-135m" data.source.path="$text")
-[ -e "$text" ] || python3 experiments/qat/text.py "$text" --stdlib
-gptq() { python3 experiments/qat/gptq.py $config "${here[@]}" >"$RESULTS/gptq.jsonl" 2>"$RESULTS/gptq.log"; }
-[ -s "$RESULTS/gptq.jsonl" ] || gptq &
+# SmolLM2-135M through all of its layers on one GPU, and beside it GPTQ and end-to-end training, on the same text with the same
+# groups. MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of perplexities. A killed run
+# goes on with the same command. TINY=1 tries it on a CPU with the quickstart's policy. Arguments are overrides of all arms.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_COMPILATION_CACHE_DIR=$MODELS/xla
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
+if [ -n "${TINY:-}" ]; then
+  model=assets/tiny-qwen3
+  tiny=(data=null text.rows=16 text.row_len=32 text.heldout=4 distill.optimizer.schedule.warmup_updates=2)
+elif [ ! -e "$text" ]; then
+  python3 experiments/qat/text.py "$text.partial" --stdlib --packages numpy jax torch && mv "$text.partial" "$text"
+fi
+settings=("$config" model.path="$model" data.source.path="$text" "${tiny[@]}" "$@")
 qat() { # name, overrides
   [ ! -e "$RESULTS/qat_$1.json" ] || return 0
-  python3 -m qarl_jax.qat --config $config out="$MODELS/qat/$1" "${here[@]}" "${@:2}" >>"$RESULTS/qat_$1.log" 2>&1
+  python3 -m qarl_jax.qat --config "${settings[@]}" out="$MODELS/qat/$1" "${@:2}" >>"$RESULTS/qat_$1.log" 2>&1 || return 0
   cp "$MODELS/qat/$1/qat.json" "$RESULTS/qat_$1.json"
+  python3 -c 'import json, sys; found = json.load(open(sys.argv[1])); print(json.dumps({"arm": sys.argv[2],
+    "stages": found["config"]["stages"], **found["perplexity"]}))' "$RESULTS/qat_$1.json" "$1" >>"$RESULTS/qat.jsonl"
 }
-qat progressive
-qat direct 'stages=["w2a16_asym:g64"]'
-qat nested 'stages=["w8a16_asym:g64"]' 'widths=[8, 4, 2]'
-qat w3 'stages=["w8a16_asym:g64", "w4a16_asym:g64", "w3a16_asym:g64"]'
-qat w4 'stages=["w8a16_asym:g64", "w4a16_asym:g64"]'
+gptq() { python3 experiments/qat/gptq.py "${settings[@]}" --out "$RESULTS/gptq.jsonl" >>"$RESULTS/gptq.log" 2>&1; }
+end_to_end() {
+  qat end_to_end train=null distill.epochs=5
+  qat end_to_end_faster train=null distill.epochs=5 distill.optimizer.lr=0.0003
+  qat direct 'stages=["w2a16_asym:g32"]' train.epochs=3
+}
+by_blocks() {
+  qat progressive
+  qat split split=0.05
+  qat nested 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=3
+  qat w3 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]'
+  qat w4 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]'
+}
+for part in gptq end_to_end by_blocks; do
+  if [ -n "${TINY:-}" ]; then $part; else $part & fi
+done
 wait

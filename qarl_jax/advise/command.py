@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with published.folder(path) as folder:
         cfg = run_of(args, folder)
         forecasts = forecast.of_schemes(cfg, machine, args.mean_len)
-        error = ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
+        error = ERRORS["dense" if learner.model_of(forecasts["bf16"].cfg).moe is None else "MoE"]
         best = best_of(forecasts)
         if args.measure and best is not None:
             own = cfg.quant.forward

@@ -59,6 +59,7 @@ from qarl_jax.loss import Loss, normalized
 from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_rewards, turn_starts, whiten
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import Max, Mean, Metric, merge
+from qarl_jax.models import sums as accumulators
 from qarl_jax.models.logprobs import preceding, scored_mask
 from qarl_jax.models.params import part_of, united
 from qarl_jax.optim import build
@@ -241,10 +242,10 @@ class Critic:
 
     # ---- values and advantages --------------------------------------------------------------------------------------
 
-    def _values(self, params: Any, frozen: Any, batch: TrainBatch) -> Float[Array, "B T"]:
+    def _values(self, params: Any, frozen: Any, batch: TrainBatch, sums: Any = None) -> Float[Array, "B T"]:
         model = models.merge(self.graphdef, *joined(params["body"], frozen))
         segment_ids = None if self.max_segments == 1 else batch.segment_ids
-        hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids, self.max_segments)
+        hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids, self.max_segments, sums=sums)
         with jax.named_scope("value_head"):
             # Masked before the product: no gradient of the head may meet what stands in padding.
             states = preceding(hidden, batch.segment_ids).astype(jnp.float32)
@@ -321,6 +322,7 @@ class Critic:
         num_tokens: jax.Array,
         num_sequences: jax.Array,
     ) -> tuple[Any, dict[str, Metric]]:
+        sums = accumulators.carried(grads["body"], models.config_of(self.graphdef))
         unread = jnp.zeros_like(targets.values)  # the policy's fields: a value loss looks at none of them
 
         def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
@@ -333,7 +335,7 @@ class Critic:
                 segment_ids=batch.segment_ids,
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
-                values=self._values(params, frozen, batch),
+                values=self._values(params, frozen, batch, sums),
                 old_values=targets.values,
                 returns=targets.returns,
                 max_segments=self.max_segments,
@@ -342,7 +344,8 @@ class Critic:
             return normalized(mean, inputs, self.term), metrics | {"critic/loss": mean}
 
         new, metrics = jax.grad(objective, has_aux=True)(params)
-        return jax.tree.map(jnp.add, grads, new), metrics
+        body = accumulators.total(grads["body"], new["body"], inside=sums is not None)
+        return {"body": body, "head": jax.tree.map(jnp.add, grads["head"], new["head"])}, metrics
 
     def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
         one = jnp.ones((), jnp.float32)

@@ -52,8 +52,7 @@ from qarl_jax.runtime.mesh import batch_sharding, launching, param_shardings
 from qarl_jax.types import LossInputs, TrainBatch, UserError
 
 _BESIDE = ("loss/total", "entropy/mean", "mismatch/k3")  # metrics that a learner beside another one adds
-EXACT = "proximal/exact"
-"""The key of the share of an update's tokens whose log-prob in its forward is the old one, to the bit."""
+EXACT = "proximal/exact"  # the share of an update's tokens whose log-prob in its forward is the old one, to the bit
 
 
 def is_exact(metrics: Mapping[str, Metric]) -> jax.Array:
@@ -117,10 +116,11 @@ class Learner:
       options: static settings of the step.
       schedule: learning rate as a function of the update count, for the metrics.
       trainable: which leaves learn.
-      beside: by name, learners of the same masters under other schemes, whose gradients are added to its own.
+      beside: by name, learners of the same masters under other schemes; their gradients are added to its own.
 
     Attributes:
       frozen: entries of `qweights` of the other leaves, since `init`.
+      keeper: memory for some of those outside of JAX's, or None. Set it before anything is read or compiled.
 
     Raises:
       UserError: a pattern of `trainable` is found in no weight's path, or nothing learns.
@@ -142,12 +142,15 @@ class Learner:
         self.beside = dict(beside or {})
         self.graphdef, self.config = graphdef, models.config_of(graphdef)
         self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
+        if models.config_of(graphdef).splitting is not None:
+            trainable = dataclasses.replace(trainable, freeze=(*trainable.freeze, r"\.index$"))  # models.is_fixed
         self.mesh, self.schedule, self.trainable = mesh, schedule, trainable
         self.abstract_params = models.split(models.abstract_model(self.config))[1]
         trainable.check(models.by_path(self.abstract_params))
         self._places = param_shardings(self.abstract_params, mesh)
         self.param_shardings = trainable.learned(self._places)
         self.frozen: Any = nnx.State({})
+        self.keeper: pieces.Keeper | None = None
         self._fixed: dict[Any, Any] = {}  # frozen entries by graph definition
         self.batch_sharding = batch_sharding(mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -188,10 +191,9 @@ class Learner:
         masters of those are ever on the devices, but those whose QTensors share a number.
 
         Args:
-          read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments; the
-            model's config follows.
+          read_leaves: `models.read_masters`, or its like. source: its first arguments; the model's config follows.
         """
-        return pieces.read(self.trainable, self.config, self.mesh, functools.partial(read_leaves, *source))
+        return pieces.read(self.trainable, self.config, self.mesh, functools.partial(read_leaves, *source), self.keeper)
 
     def hold(self, frozen: Any) -> None:
         """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""
@@ -299,15 +301,17 @@ class Learner:
                 return program.lower(*arguments).compile()
 
         sources = [(models.quantizer(self.graphdef), state.params)]
+        kept = nnx.State({}) if self.keeper is None else self.keeper.abstract()
         if self.trainable.freeze:  # as a policy is read (`build.load_policy`)
             frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
+            own = part_of(frozen, lambda path: path not in models.by_path(kept))
             hold = holder(self.trainable, self.graphdef)
-            sources += [(hold, group) for group in pieces.together(self.config, frozen)]
+            sources += [(hold, group) for group in pieces.together(self.config, own)]
         programs = [compiled("quantization", *source) for source in sources]
         with jax.set_mesh(self.mesh):
             made = [jax.eval_shape(*source) for source in sources]
         read = [jax.tree.map(_at, x, done.output_shardings) for x, done in zip(made, programs, strict=True)]
-        qweights = united(*read) if self.trainable.freeze else read[0]
+        qweights = united(*read, kept) if self.trainable.freeze else read[0]
         rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
         calls: list[tuple[Any, ...]] = [("scoring", self._score, state.params, qweights, batch)] if scored else []
         place = None if self.options.backward == "bf16" else (state.updates, state.updates)
@@ -435,8 +439,7 @@ class Learner:
         return jax.grad(objective, has_aux=True)(params)
 
     def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
-        like = accumulators.gradient_dtype(self.config, self.grad_dtype)
-        sums = grads if like == self.grad_dtype and accumulators.in_place(like) else None
+        sums = accumulators.carried(grads, self.config)
         new, metrics = self._gradient(params, *rest, sums=sums)
         return accumulators.total(grads, new, inside=sums is not None), metrics
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,41 @@ from qarl_jax.models.transformer import partners, quantizable
 from qarl_jax.runtime import mesh as sharding
 
 BYTES = 4 << 30  # of the masters of one weight, in bfloat16
+BYTES_OF_A_KEEPER = 1 << 30  # where none of a stack stays on the device
+
+
+class Keeper(Protocol):
+    """Memory for frozen weights outside of JAX's.
+
+    Attributes:
+      paths: leaves, in the whole model, that go there or stand beside those.
+    """
+
+    paths: frozenset[str]
+
+    def put(self, weights: Mapping[str, Any], first: int) -> None:
+        """Takes masters or QTensors, some layers of stacks from layer `first` on, by path."""
+
+    def finish(self, frozen: nnx.State) -> nnx.State:
+        """Adds entries for what was put to the other frozen ones, once all is read."""
+
+    def abstract(self) -> nnx.State:
+        """The shapes of those entries."""
 
 
 def read(
-    trainable: Trainable, config: models.ModelConfig, mesh: Mesh, read_leaves: Callable[..., Iterable[tuple[Any, Any]]]
+    trainable: Trainable,
+    config: models.ModelConfig,
+    mesh: Mesh,
+    read_leaves: Callable[..., Iterable[tuple[Any, Any]]],
+    keeper: Keeper | None = None,
 ) -> tuple[Any, Any]:
     """`Learner.read`. read_leaves: of a config, a mesh, and whether a path is frozen."""
     learns = trainable.learns
     options: dict[str, Any] = {"mesh": mesh, "frozen": lambda path: not learns(path)}
     if not trainable.freeze:
         return nnx.from_flat_state(list(read_leaves(config, **options))), None
-    parts = cut(config)
+    parts = cut(config, keeper is not None)
     abstract = models.abstract_model(parts)
     graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
     hold = holder(trainable, graphdef)
@@ -44,21 +68,59 @@ def read(
     waiting: dict[str, Any] = {}
     for keys, variable in read_leaves(parts, **options):
         path = path_of(keys, variable)
-        if learns(path) or isinstance(variable, models.Quantized):  # the second was released so
+        if keeper is not None and not learns(path) and path not in beside:  # without a program for each piece
+            variable = variable.replace(variable.get_value().astype(config.compute_dtype))
+            frozen.append(nnx.from_flat_state([(keys, variable)]))
+            continue
+        if learns(path) or (keeper is None and _is_released(variable)):
             (learned if learns(path) else frozen).append(nnx.from_flat_state([(keys, variable)]))
             continue
         waiting[path] = keys, variable
         group = path, *beside.get(path, ())
         if waiting.keys() >= set(group):
-            own = [waiting.pop(path) for path in group]
+            own = {path: waiting.pop(path) for path in group}
             with sharding.launching(mesh):
-                frozen.append(hold(nnx.from_flat_state(own)))
-            for _, master in own:
-                master.get_value().delete()  # and not when a collector comes
+                if keeper is None or not _kept(keeper, own, parts, config):
+                    released = [own.pop(path) for path, (_, leaf) in [*own.items()] if _is_released(leaf)]
+                    frozen.append(nnx.from_flat_state(released))
+                    frozen += [hold(nnx.from_flat_state(list(own.values())))] if own else []
+            for _, master in own.values():
+                jax.tree.map(lambda x: x.delete(), master.get_value())  # and not when a collector comes
     if waiting:  # for one that learns: refused
         frozen.append(hold(nnx.from_flat_state(list(waiting.values()))))
     with sharding.launching(mesh):
-        return joined(united(*learned), parts, config), joined(united(*frozen), parts, config)
+        held = joined(united(*frozen), parts, config)
+        return joined(united(*learned), parts, config), held if keeper is None else keeper.finish(held)
+
+
+def _is_released(variable: Any) -> bool:
+    """Tells whether a leaf came as a QTensor."""
+    return isinstance(variable, models.Quantized)
+
+
+def _kept(keeper: Keeper, own: Mapping[str, Any], parts: models.ModelConfig, config: models.ModelConfig) -> bool:
+    """Gives weights of `parts` to a keeper that takes them, and tells whether it does.
+
+    No program depends on the piece: a stack of many pieces compiles those of one.
+    """
+    found, first = {}, 0
+    for path, (_, variable) in own.items():
+        if not path.startswith("stacks."):
+            return False
+        _, number, rest = path.split(".", 2)
+        start = parts.stacks[int(number)].start
+        whole = _whole_of(start, config)
+        first = start - config.stacks[whole].start
+        found[f"stacks.{whole}.{rest}"] = variable.get_value()
+    if not (path.endswith(".kernel") and found.keys() <= keeper.paths):
+        return False
+    keeper.put(found, first)
+    return True
+
+
+def _whole_of(layer: int, config: models.ModelConfig) -> int:
+    """The number of the stack that has this layer."""
+    return next(n for n, whole in enumerate(config.stacks) if whole.start <= layer < whole.start + whole.length)
 
 
 def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
@@ -71,15 +133,17 @@ def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
     return [nnx.from_flat_state(group) for group in groups.values()]
 
 
-def cut(config: models.ModelConfig) -> models.ModelConfig:
-    """The config without adapters, with its stacks cut where a weight of one would be larger than `BYTES`."""
+def cut(config: models.ModelConfig, keeper: bool = False) -> models.ModelConfig:
+    """The config without adapters, with its stacks cut where a weight would be larger than `BYTES`, or, for a keeper,
+    `BYTES_OF_A_KEEPER`."""
+    most = BYTES_OF_A_KEEPER if keeper else BYTES
     config = config.base
     params = models.by_path(models.split(models.abstract_model(config))[1])
     starts = set(config.splits)
     for number, stack in enumerate(config.stacks):
         own = (like for path, like in params.items() if path.startswith(f"stacks.{number}."))
         layer = max(2 * math.prod(like.shape[1:]) for like in own)
-        starts |= set(range(stack.start, stack.start + stack.length, max(1, BYTES // layer))) - {stack.start}
+        starts |= set(range(stack.start, stack.start + stack.length, max(1, most // layer))) - {stack.start}
     return dataclasses.replace(config, splits=tuple(sorted(starts)))
 
 
@@ -87,10 +151,7 @@ def joined(state: nnx.State, parts: models.ModelConfig, config: models.ModelConf
     """Entries of `parts`, which `cut` made of `config`, as those of `config`; pieces are deleted as they are joined."""
     if len(parts.stacks) == len(config.stacks):
         return state
-    number_of = [
-        next(n for n, whole in enumerate(config.stacks) if whole.start <= part.start < whole.start + whole.length)
-        for part in parts.stacks
-    ]
+    number_of = [_whole_of(part.start, config) for part in parts.stacks]
     found: dict[Any, dict[int, Any]] = {}  # pieces by their number
     for keys, variable in nnx.to_flat_state(state):
         if keys[0] == "stacks":

@@ -35,6 +35,7 @@ from flax import nnx
 
 from qarl_jax import models
 from qarl_jax.models.params import part_of, united
+from qarl_jax.numerics.float32 import dtype_in
 from qarl_jax.types import UserError
 
 
@@ -93,7 +94,7 @@ class Trainable:
         qtensors = models.quantize_params(graphdef, frozen)
         covered = models.by_path(qtensors)
         plain = part_of(frozen, lambda path: path not in covered)
-        return united(qtensors, jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), plain))
+        return united(qtensors, jax.tree.map(lambda x: jnp.array(x, dtype_in(x, dtype), copy=True), plain))
 
 
 @functools.lru_cache(maxsize=32)

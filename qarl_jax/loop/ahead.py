@@ -34,8 +34,12 @@ _PATIENCE_S = 60.0  # for the thread, at the end of a run
 class Collects(Protocol):
     """A source of the groups that a step trains on."""
 
-    def collect(self, step: int) -> Collected:
-        """The graded groups that step `step` trains on. Steps are asked for in order."""
+    def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
+        """The graded groups that step `step` trains on. Steps are asked for in order.
+
+        Args:
+          add: called with graded groups as they are complete (`Collector.collect`).
+        """
 
     def keep(self) -> None:
         """The step's groups were trained on: what was left over for later steps becomes state of the run."""
@@ -85,13 +89,11 @@ class Ahead:
         if self._ready:
             schedule.end(self._next - 1)
 
-    def stream(self, step: int) -> pipeline.StepStream:
-        """Yields nothing early: a batch is ready as a whole. Returns as `collect` does."""
-        yield from ()
-        return self.collect(step)
-
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
         """Returns the step's groups. Until `keep` they stay in hand: a step may be dropped.
+
+        Args:
+          add: not called: a batch is ready as a whole.
 
         Raises:
           whatever ended the sampling.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects the groups that a step trains on: prompts and their sampled, graded responses.
 
-`Collector.stream(step)` yields graded groups while the engine decodes the others, and returns what the step trains on:
-all groups of its prompts, the groups of several batches that have a signal (`rollout/dynamic_sampling.py`), or the
-finished groups of more prompts than a step needs (`rollout/partial_rollouts.py`). The latter two yield nothing early.
+`Collector.collect(step)` passes graded groups on while the engine decodes the others, and returns what the step trains
+on: all groups of its prompts, the groups of several batches that have a signal (`rollout/dynamic_sampling.py`), or the
+finished groups of more prompts than a step needs (`rollout/partial_rollouts.py`). The latter two pass nothing on early.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ class Collector:
         self._buffer = self._left = buffer
         self._mean_reward = 0, 0.0  # of the step collected last
 
-    def collect(self, step: int) -> Collected:
-        """Returns the step's groups. Until `keep`, nothing of the run has changed: a step may be dropped."""
-        return pipeline.drained(self.stream(step))
+    def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
+        """Returns the step's groups. Until `keep`, nothing of the collector has changed: a step may be dropped.
 
-    def stream(self, step: int) -> pipeline.StepStream:
-        """Yields (number of the prompt in the step, graded group); returns the step's groups, as `collect` does."""
+        Args:
+          add: called with (number of the prompt in the step, graded group) as groups are complete; not called where
+            they are known to be the step's only once all are there.
+        """
         rollout = self._cfg.rollout
         if rollout.partial.is_on:
             collected = self._continued(step)
@@ -73,11 +74,11 @@ class Collector:
                 rollout.dynamic,
                 self._stream,
                 step,
-                lambda prompts, batch: pipeline.drained(self._sampled(step, prompts, batch)),
+                functools.partial(self._sampled, step),
             )
         else:
             prompts = [self._stream.source.prompt(i) for i in self._stream.indices(step)]
-            groups, parts = yield from self._sampled(step, prompts, 0)
+            groups, parts = self._sampled(step, prompts, 0, add)
             collected = Collected(groups=groups, sampled=groups, parts=dict(parts), metrics={})
         self._mean_reward = step, float(np.mean([group.rewards.mean() for group in collected.sampled]))
         return collected
@@ -110,12 +111,15 @@ class Collector:
         state = {} if curriculum is None else {"curriculum": curriculum.state()}
         return state | ({"partial": self._buffer.state()} if self._cfg.rollout.partial.is_on else {})
 
-    def _sampled(self, step: int, prompts: Sequence[Prompt], batch: int) -> pipeline.GroupStream[pipeline.Graded]:
+    def _sampled(
+        self, step: int, prompts: Sequence[Prompt], batch: int, add: pipeline.Add | None = None
+    ) -> pipeline.Graded:
         num_samples, sampling = self._cfg.rollout.num_samples_at(step), self._cfg.rollout.sampling(self._stop, step)
         key = build.seed_of(self._cfg.seed, step, f"rollout/{batch}" if batch else "rollout")
         requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
         completions = self._engine.draw(requests, sampling=sampling)
-        return pipeline.graded(completions, prompts, num_samples, functools.partial(self._grade, step), self._timer)
+        grade = functools.partial(self._grade, step)
+        return pipeline.graded(completions, prompts, num_samples, grade, self._timer, add)
 
     def _extend(self, step: int, requests: list[Request]) -> list[Completion]:
         sampling = self._cfg.rollout.sampling(self._stop, step)

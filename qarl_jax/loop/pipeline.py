@@ -1,59 +1,52 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Streaming rewards and scores: a step's responses pass through grading, packing and scoring while others are decoded.
+"""Streaming rewards and scores: a step's responses pass through grading, packing, scoring and updates while others are
+decoded.
 
     completions = engine.draw(requests, sampling=sampling)      # as they end
-    groups = graded(completions, prompts, num_samples, grade)   # graded groups, as they are complete
-    for number, group in groups:
-        scoring.add(number, group)                              # a whole mini-batch is packed and scored
+    graded(completions, prompts, num_samples, grade, timer, scoring.add)    # a group is graded once it is complete,
+                                                                # a whole mini-batch packed, scored or trained on
     scoring.take(groups, advantages)                            # the mini-batch made of exactly these, or None
 
 A reward looks at one sample at a time, and a mini-batch is made from the same groups and advantages by the same
-programs. So no result depends on when it was made. A mini-batch that turned out otherwise (a truncated response masked,
-advantages shuffled) is made anew.
+programs. So no result depends on when it was made. A mini-batch that turned out otherwise (advantages shuffled) is made
+anew. `tail.py` says which steps begin their updates meanwhile.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rollout import Drawn
-from qarl_jax.rollout.dynamic_sampling import Collected, Parts
+from qarl_jax.rollout.dynamic_sampling import Parts
 from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Prompt, RolloutGroup
 
-Grade = Callable[[Sequence[Prompt], Sequence[Sequence[Completion]]], tuple[list[RolloutGroup], Parts]]
 Graded = tuple[list[RolloutGroup], Parts]
-# (groups, in order) -> their advantages and whatever is made of both.
-Score = Callable[[list[RolloutGroup]], tuple[np.ndarray, Any]]
-T = TypeVar("T")
-# Graded groups as they are complete, each with the number of its prompt; returns T.
-GroupStream = Generator[tuple[int, RolloutGroup], None, T]
-# The groups of a step; returns what the step trains on.
-StepStream = GroupStream[Collected]
-
-
-def drained(stream: Generator[Any, None, T], add: Callable[..., None] | None = None) -> T:
-    """Exhausts a stream and returns its value; `add` is called with every item."""
-    with contextlib.closing(stream):
-        while True:
-            try:
-                item = next(stream)
-            except StopIteration as end:
-                return end.value
-            if add is not None:
-                add(*item)
+Grade = Callable[[Sequence[Prompt], Sequence[Sequence[Completion]]], Graded]
+# Gets the number of a step's prompt and its graded group.
+Add = Callable[[int, RolloutGroup], None]
+# (number of the mini-batch, its groups in order) -> the groups as they are trained on, their advantages, and whatever
+# is made of both.
+Score = Callable[[int, list[RolloutGroup]], tuple[list[RolloutGroup], np.ndarray, Any]]
 
 
 def graded(
-    completions: Drawn, prompts: Sequence[Prompt], num_samples: int, grade: Grade, timer: PhaseTimer
-) -> GroupStream[Graded]:
+    completions: Drawn,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    grade: Grade,
+    timer: PhaseTimer,
+    add: Add | None = None,
+) -> Graded:
     """Grades groups in a thread as they are complete; groups that are complete while it grades are graded together.
 
     Over several processes the first grades for all, so all groups are graded at once, at the end.
@@ -62,6 +55,7 @@ def graded(
       completions: each with its number, `num_samples` per prompt.
       grade: grades some prompts' completions; called from one thread at a time.
       timer: measures the wait for completions as `rollout`, for grades as `reward`.
+      add: called with each graded group at once, from the thread that graded it; None: nobody waits for them.
 
     Returns:
       The groups in the order of the prompts, and the reward terms over all their samples.
@@ -70,22 +64,23 @@ def graded(
       whatever `completions` or `grade` raises.
     """
     ended: list[dict[int, Completion]] = [{} for _ in prompts]
-    whole: list[int] = []  # complete, not being graded
+    whole: collections.deque[int] = collections.deque()  # complete, not being graded
     groups: dict[int, RolloutGroup] = {}
     terms: dict[int, Parts] = {}
 
-    def start(numbers: list[int]) -> Graded:
-        return grade([prompts[n] for n in numbers], [[ended[n][i] for i in sorted(ended[n])] for n in numbers])
-
-    def finish(numbers: list[int], result: Graded) -> list[tuple[int, RolloutGroup]]:
+    def grade_whole() -> None:
+        numbers = [whole.popleft() for _ in range(len(whole))]
+        if not numbers:  # they were graded with others
+            return
+        found, parts = grade([prompts[n] for n in numbers], [[ended[n][i] for i in sorted(ended[n])] for n in numbers])
         for at, number in enumerate(numbers):
             mine = slice(at * num_samples, (at + 1) * num_samples)
-            groups[number], terms[number] = result[0][at], {name: values[mine] for name, values in result[1].items()}
-        return [(number, groups[number]) for number in numbers]
+            groups[number], terms[number] = found[at], {name: values[mine] for name, values in parts.items()}
+            if add is not None:
+                add(number, groups[number])
 
     with ThreadPoolExecutor(1, thread_name_prefix="grade") as thread, contextlib.closing(completions):
-        numbers: list[int] = []
-        future: Future[Graded] | None = None
+        grading: list[Future[None]] = []
         while True:
             with timer("rollout"):
                 index, completion = next(completions, (-1, None))
@@ -95,19 +90,14 @@ def graded(
             ended[number][index] = completion
             if len(ended[number]) == num_samples:
                 whole.append(number)
-            if future is not None and future.done():
-                yield from finish(numbers, future.result())
-                future = None
-            if future is None and whole and processes.count() == 1:
-                numbers, whole = whole, []
-                future = thread.submit(start, numbers)
+                if processes.count() == 1:
+                    grading.append(thread.submit(grade_whole))
+            while grading and grading[0].done():
+                grading.pop(0).result()
         with timer("reward"):
-            result = None if future is None else future.result()
-            rest = start(whole) if whole else None
-    if result is not None:
-        yield from finish(numbers, result)
-    if rest is not None:
-        yield from finish(whole, rest)
+            for future in grading:
+                future.result()
+            grade_whole()
     order = range(len(prompts))
     names = terms[0] if terms else {}
     return [groups[n] for n in order], {name: np.concatenate([terms[n][name] for n in order]) for name in names}
@@ -125,16 +115,35 @@ class Scoring:
     def __init__(self, chosen: Sequence[np.ndarray], score: Score, phase: str = "pack"):
         self._chosen, self._score, self.phase = [[int(i) for i in numbers] for numbers in chosen], score, phase
         self._groups: dict[int, RolloutGroup] = {}
-        self._made: list[tuple[list[RolloutGroup], Future[tuple[np.ndarray, Any]]]] = []
+        self._made: list[Future[tuple[list[RolloutGroup], np.ndarray, Any]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._first: float | None = None  # when the step's first mini-batch was complete
+        self._spans: list[list[float]] = []  # [begin, end or nothing yet] of each `score`
 
     def add(self, number: int, group: RolloutGroup) -> None:
         """Takes the graded responses of the step's prompt `number`."""
         self._groups[number] = group
-        for numbers in self._chosen:
+        for place, numbers in enumerate(self._chosen):
             if number in numbers and all(other in self._groups for other in numbers):
+                if not place:
+                    self._first = time.perf_counter()
                 groups = [self._groups[other] for other in numbers]
-                self._made.append((groups, self._thread.submit(self._score, groups)))
+                self._made.append(self._thread.submit(self._run, place, groups))
+
+    def _run(self, place: int, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], np.ndarray, Any]:
+        span = [time.perf_counter()]
+        self._spans.append(span)
+        try:
+            return self._score(place, groups)
+        finally:
+            span.append(time.perf_counter())
+
+    def idle(self) -> dict[str, float]:
+        """Seconds from the step's first complete mini-batch until now, and those of them without any `score`."""
+        now = time.perf_counter()
+        first = now if self._first is None else self._first
+        busy = sum(max(0.0, (span[1] if span[1:] else now) - max(span[0], first)) for span in self._spans)
+        return {"time/rollout/tail_s": now - first, "time/rollout/idle_s": max(0.0, now - first - busy)}
 
     def take(self, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> Any | None:
         """Returns the mini-batch made of these groups with these advantages; None: there is none.
@@ -142,12 +151,18 @@ class Scoring:
         Raises:
           whatever `score` raised in the thread.
         """
-        for made_of, future in self._made:
-            if len(made_of) == len(groups) and all(a is b for a, b in zip(made_of, groups, strict=True)):
-                used, made = future.result()
+        for future in self._made:
+            made_of, used, made = future.result()
+            if len(made_of) == len(groups) and all(map(_are_alike, made_of, groups)):
                 return made if np.array_equal(used, advantages) else None
         return None
 
     def close(self) -> None:
         """Drops what waits; waits for what runs. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _are_alike(a: RolloutGroup, b: RolloutGroup) -> bool:
+    """Tells whether two groups have the same prompt and responses."""
+    same = all(x is y or x.tokens == y.tokens for x, y in zip(a.completions, b.completions, strict=True))
+    return a is b or (a.prompt is b.prompt and same)

@@ -7,7 +7,7 @@ aligned (`verify/alignment.py`) the sampler has reported what a pass of the lear
 `train.proximal=auto` no pass is made. What is taken is checked:
 
     first update     every token, in the update's own forward, before a weight changes (`Learner.update(guarded=True)`)
-    later updates    micro-batches drawn at random, a share `alignment.CHECKED`, by a pass before the first update
+    later updates    every token, in a share `alignment.CHECKED` of the steps, by a pass before the first update
 
 A check of all later tokens would be the pass itself: their updates' forwards have other weights. `mismatch/checked` is
 the share of a step's tokens that were checked. The first token that differs discards the update, or comes before it.
@@ -61,10 +61,10 @@ class Proximal:
         """Tells whether they would be taken if one version drew the step."""
         return not self._distrusted and alignment.takes_samplers(self._cfg, self._engine.facts, step)
 
-    def chosen(self, step: int, count: int) -> np.ndarray:
-        """[count] bool: the later micro-batches of a step that are checked; a function of the run's seed and step."""
+    def checks(self, step: int) -> bool:
+        """Tells whether the tokens of a step's later updates are checked; a function of the run's seed and step."""
         draws = np.random.default_rng(build.seed_of(self._cfg.seed, step, "proximal"))
-        return draws.random(count) < alignment.CHECKED
+        return bool(draws.random() < alignment.CHECKED)
 
     def distrust(self, said: str) -> None:
         """Ends the taking, and says why. said: a clause with the step."""

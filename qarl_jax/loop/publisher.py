@@ -116,7 +116,7 @@ class Publisher:
         self, state: TrainState, qweights: Any, version: int, sigma: float, graphdef: Any = None
     ) -> dict[str, float]:
         params, qtensors = joined(state.params, qweights)
-        fixed = frozenset(models.by_path(self.learner.frozen))
+        fixed = frozenset(path for path in models.by_path(self.learner.frozen) if not models.is_fixed(path))
         weights = PolicyWeights(graphdef=graphdef or self.graphdef, params=params, qweights=qtensors, fixed=fixed)
         if self._noise is not None:
             weights = self._explore(self._noise, weights, version, sigma)

@@ -108,7 +108,7 @@ class Session:
 
     def train_step(self) -> dict[str, float]:
         """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics."""
-        collected = self._collector.collect(self.step)
+        collected = self._updates.arriving(self._collector.collect, self.state, self.step)
         self._collector.keep()
         groups, advantages = advantages_of(self.cfg, collected.groups)
         self.state, learning = self._updates.run(self.state, groups, advantages, self.step)

@@ -77,6 +77,8 @@ class Run:
         log_file = os.path.join(cfg.run_dir, "engine.log")
         made = build.make_engine(cfg, self.observer.say, schedule, log_file)
         self.engine = stack.enter_context(contextlib.closing(made))
+        if build.holds_base_once(cfg, self.mesh.size):
+            self.learner.keeper = self.engine.hold_once(graphdef, self.mesh)
         self.engine.prepare(build.rollout_graphdef(cfg, graphdef))
         if processes.count() == 1:
             stack.callback(self._starting.wait)

@@ -143,7 +143,7 @@ def speed(
         "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
     }
     if times.get("time/update_s", 0.0) > 0 and "train/flops" in record:
-        achieved = record["train/flops"] / times["time/update_s"]
+        achieved = record["train/flops"] / (times["time/update_s"] + record.get("time/update/hidden_s", 0.0))
         out["perf/model_tflops"] = achieved / devices / 1e12
         if peak_flops is not None:
             out["perf/mfu"] = achieved / peak_flops

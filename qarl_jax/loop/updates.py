@@ -4,12 +4,14 @@
 
 The proximal policy is the learner at the start of the step. Its log-probs are computed once, before the first update,
 on the very rows the updates use; or they are the sampler's, where these are known to be equal (`proximal.py`). A step
-with a single update needs no scoring: there the proximal policy is the current one.
+with a single update needs no scoring: there the proximal policy is the current one. Where nothing needs all groups of
+the step first, updates begin while its last groups are decoded (`tail.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -23,10 +25,11 @@ from qarl_jax.learning.critic import Critic, Targets
 from qarl_jax.learning.learner import Learner, is_exact
 from qarl_jax.learning.state import TrainState
 from qarl_jax.loop import first_mismatch, step_metrics
-from qarl_jax.loop.pipeline import Scoring, StepStream, drained
+from qarl_jax.loop.pipeline import Add, Scoring
 from qarl_jax.loop.proximal import Proximal
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
+from qarl_jax.loop.tail import Tail, waits
 from qarl_jax.loss.advantages import Nothing, finite, group_advantages, padded, turn_advantages
 from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
@@ -100,6 +103,7 @@ class MiniBatch:
       scored: the proximal policy's log-probs once they are known, however they came; empty: they are not kept.
       reference: the reference policy's, where the run has a KL term.
       targets: the critic's, where the run has one.
+      logprobs: those that the update's gradient was taken at, where the learner returns them.
     """
 
     packed: packing.Packed
@@ -110,6 +114,12 @@ class MiniBatch:
     targets: list[Targets] = dataclasses.field(default_factory=list)
     beside: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     scored: Sequence[Any] = ()
+    logprobs: Metric | None = None
+
+
+def samplers(batch: MiniBatch) -> list[Any]:
+    """The log-probs that the sampler reported, per micro-batch."""
+    return [micro.rollout_logprobs for micro in batch.micros]
 
 
 class Updates:
@@ -140,7 +150,14 @@ class Updates:
         self._proximal = Proximal(cfg, publisher.engine, say)
         self._reference, self._critic = reference, critic
         self._scoring: Scoring | None = None  # of the step that is being sampled
+        self._tail: Tail | None = None  # the same step's
+        self._has_run = False
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+
+    @property
+    def has_begun(self) -> bool:
+        """Tells whether the step that was sampled last has moved the masters already: it can be dropped no longer."""
+        return self._tail is not None and self._tail.has_begun
 
     def run(
         self,
@@ -154,7 +171,7 @@ class Updates:
         published.
 
         Args:
-          state: the learner's.
+          state: the learner's at the step's start, as `arriving` was given it.
           groups, advantages: results of `advantages_of`.
           follow: records what happens to single responses.
 
@@ -164,9 +181,16 @@ class Updates:
         """
         critic, settings = self._critic, self._cfg.critic
         warming = critic is not None and settings is not None and step < settings.warmup_steps  # only the critic learns
+        tail, self._tail, self._has_run = self._tail, None, True
+        if tail is not None:
+            state = tail.state
         batches = self.prepare(groups, advantages, step, follow)
+        done = [] if tail is None else tail.done
+        assert all(batch is before for batch, (before, _) in zip(batches, done, strict=False))
         judged = self.judge(batches)
         taken = not warming and self.score(state, batches, step)
+        if done and not taken:
+            raise RuntimeError(f"step {step}: a response has tokens of another version, and an update is made already")
         gathered = UpdateMetrics()
         with progress.task("updating", len(batches), "updates") as task:
             for number, batch in enumerate(task.count(batches)):
@@ -174,12 +198,17 @@ class Updates:
                 if critic is not None:
                     gathered.add_critic(self.fit_critic(critic, batch, place))
                 if not warming:
-                    state, inner = self.update_once(state, batch, number, place, follow, guarded=taken and not number)
+                    if number < len(done):
+                        inner = done[number][1]
+                    else:
+                        state, inner = self.update_once(state, batch, place, guarded=taken and not number)
                     if taken and not number and not is_exact(inner):
                         taken = False
                         self._score_again(state, batches, place)
-                        state, inner = self.update_once(state, batch, number, place, follow)
+                        state, inner = self.update_once(state, batch, place)
                     gathered.add(number, inner)
+                    if follow is not None:
+                        follow.updated(number, batch.micros, batch.old, batch.logprobs)
 
         def read() -> Learned:
             with self._timer("metrics"):
@@ -224,18 +253,25 @@ class Updates:
             scoring.close()
         return batches
 
-    def arriving(self, stream: StepStream, state: TrainState, step: int) -> Collected:
-        """Collects a step's groups. Whole mini-batches are packed and scored while others are still sampled; the next
-        `run` takes them.
+    def arriving(self, collect: Callable[[int, Add | None], Collected], state: TrainState, step: int) -> Collected:
+        """Collects a step's groups. Whole mini-batches are packed and scored, or trained on, while others are still
+        sampled; the next `run` takes them.
 
         Args:
-          stream: the collector's.
-          state: the learner's, as `run` will be given it.
+          collect: the collector's.
+          state: the learner's, as `run` will be given it; donated if `has_begun` after this.
         """
         if self._scoring is not None:  # of a step that was dropped
             self._scoring.close()
-        self._scoring = self._scoring_of(state, step)
-        return drained(stream, None if self._scoring is None else self._scoring.add)
+        self._scoring = scoring = self._scoring_of(state, step)
+        if scoring is None:
+            return collect(step, None)
+        collected = collect(step, scoring.add)
+        seconds = scoring.idle()
+        if self._tail is not None:
+            with self._timer("update"):
+                seconds["time/update/hidden_s"] = self._tail.end()
+        return dataclasses.replace(collected, metrics=collected.metrics | seconds)
 
     def _scoring_of(self, state: TrainState, step: int) -> Scoring | None:
         """None: the run does not know a step's mini-batches before all of its groups are there."""
@@ -246,18 +282,42 @@ class Updates:
         chosen = self._mini_batches(cfg.train.prompts_per_step, step, 0)
         several = len(chosen) * cfg.train.update_epochs > 1
         scores = several and not self._proximal.wanted(step)
+        self._tail = tail = Tail(state, functools.partial(self._early, step)) if self._overlaps(step) else None
 
-        def make(groups: list[RolloutGroup]) -> tuple[np.ndarray, MiniBatch]:
-            _, advantages = advantages_of(cfg, groups)
+        def make(number: int, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], np.ndarray, MiniBatch]:
+            groups, advantages = advantages_of(cfg, groups)
             with self._timer("pack"):
                 batch = self._packed(groups, advantages, step)
-            if several and not self._proximal.takes(groups, step):
+            if tail is not None:
+                tail.add(number, batch)
+            elif several and not self._proximal.takes(groups, step):
                 with self._timer("old_logprobs"):
                     self._score_old(state, batch)
                     jax.block_until_ready(batch.old)
-            return advantages, batch
+            return groups, advantages, batch
 
         return Scoring(chosen, make, "old_logprobs" if scores else "pack")
+
+    def _overlaps(self, step: int) -> bool:
+        """Tells whether updates of a step may begin before all of its groups are there."""
+        free = self._has_run and not waits(self._cfg, self._publisher.engine.facts)
+        return free and self._proximal.wanted(step) and not self._proximal.checks(step)
+
+    def _early(
+        self, step: int, state: TrainState, batch: MiniBatch, number: int
+    ) -> tuple[TrainState, dict[str, Metric] | None]:
+        """An update while the step's last groups are decoded (`tail.Update`)."""
+        place = f"step {step}, update {number + 1} of {self._cfg.train.updates_per_step}"
+        if not self._proximal.takes(batch.groups, step):
+            return state, None
+        batch.old = samplers(batch)
+        self._score_reference(state, [batch])
+        state, inner = self.update_once(state, batch, place, guarded=not number)
+        if not number and not is_exact(inner):
+            batch.old = [None] * len(batch.micros)
+            self._distrust(place)
+            return state, None
+        return state, inner
 
     def _mini_batches(self, prompts: int, step: int, epoch: int) -> list[np.ndarray]:
         size, seed = self._cfg.train.mini_batch_prompts, self._cfg.seed
@@ -286,7 +346,7 @@ class Updates:
 
     def score(self, state: TrainState, batches: list[MiniBatch], step: int) -> bool:
         """Finds log-probs of the proximal policy, if the step has several updates, and of the reference, if there is
-        one. Tells whether the first are the sampler's, of which the first update's are not checked yet."""
+        one. Tells whether the first are the sampler's; `update_once` checks the first update's."""
         taken = False
         if len(batches) > 1:
             with self._timer("old_logprobs"):
@@ -300,27 +360,26 @@ class Updates:
                     for batch in batches:
                         batch.beside[name] = [other.score(state.params, qweights, m)[0] for m in batch.micros]
                 jax.block_until_ready([(batch.old, batch.beside) for batch in batches])
+        self._score_reference(state, batches)
+        return taken
+
+    def _score_reference(self, state: TrainState, batches: Sequence[MiniBatch]) -> None:
         if self._reference is not None:
             with self._timer("ref_logprobs"):
                 for batch in batches:
-                    batch.reference = [self._reference(state.params, micro) for micro in batch.micros]
+                    if batch.reference is None:
+                        batch.reference = [self._reference(state.params, micro) for micro in batch.micros]
                 jax.block_until_ready([batch.reference for batch in batches])
-        return taken
 
     def _take_samplers(self, state: TrainState, batches: list[MiniBatch], step: int) -> bool:
-        """Makes the sampler's log-probs the proximal policy's. Some of the later ones are scored, too; if one of these
-        differs, none is taken."""
+        """Makes the sampler's log-probs the proximal policy's. In a step that is checked all later ones are
+        scored, too; if one of these differs, none is taken."""
+        later = batches[1 : self._first_pass(batches)] if self._proximal.checks(step) else []
         for batch in batches:
-            batch.old = [micro.rollout_logprobs for micro in batch.micros]
-        later = [(b, i) for b in batches[1 : self._first_pass(batches)] for i in range(len(b.micros))]
-        chosen = [
-            place for place, is_chosen in zip(later, self._proximal.chosen(step, len(later)), strict=True) if is_chosen
-        ]
-        for batch, i in chosen:
-            batch.old[i] = self._learner.score(state.params, self._publisher.qweights(state), batch.micros[i])[0]
-        found = first_mismatch.first(
-            ((b.packed, b.groups, b.old) for b in batches if any(b is c for c, _ in chosen)), step
-        )
+            batch.old = samplers(batch)
+        for batch in later:
+            self._score_old(state, batch)
+        found = first_mismatch.first(((b.packed, b.groups, b.old) for b in later), step)
         if found is not None:
             self._proximal.distrust(f"step {step}: of the tokens checked, {found}")
             for batch in batches:
@@ -341,12 +400,15 @@ class Updates:
         return checked / max(1, sum(batch.packed.num_tokens for batch in once))
 
     def _score_again(self, state: TrainState, batches: Sequence[MiniBatch], place: str) -> None:
-        self._proximal.distrust(
-            f"{place} is discarded: a token has another log-prob in its forward than in the sampler"
-        )
+        self._distrust(place)
         with self._timer("old_logprobs"):
             for batch in batches:
                 self._score_old(state, batch)
+
+    def _distrust(self, place: str) -> None:
+        self._proximal.distrust(
+            f"{place} is discarded: a token has another log-prob in its forward than in the sampler"
+        )
 
     def fit_critic(self, critic: Critic, batch: MiniBatch, place: str) -> dict[str, Metric]:
         """One update of the critic."""
@@ -363,9 +425,7 @@ class Updates:
         self,
         state: TrainState,
         batch: MiniBatch,
-        number: int,
         place: str,
-        follow: Follower | None = None,
         *,
         guarded: bool = False,
     ) -> tuple[TrainState, dict[str, Metric]]:
@@ -390,8 +450,7 @@ class Updates:
                 batch.scored = batch.old
             elif isinstance(logprobs, Rows):
                 batch.scored = logprobs.parts
-            if follow is not None:
-                follow.updated(number, batch.micros, batch.old, logprobs)
+            batch.logprobs = logprobs
             self._publisher.updated()
             if float(jax.device_get(inner["optim/nonfinite"].value)):
                 raise DivergedError(

@@ -19,12 +19,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from qarl_jax import models
 from qarl_jax.memory import costs, learner
 from qarl_jax.memory.costs import Cost
 from qarl_jax.memory.engine import at_once, engine_parts, kv_bytes
 from qarl_jax.memory.learner import GIB
 from qarl_jax.memory.plan import Plan, make, spread
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
+from qarl_jax.rollout.vllm.config import check_model
 from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
@@ -73,10 +75,11 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     """
     if size is None:
         return replaced(cfg, _without_plan(cfg)), None
-    cfg = with_engines(spread(cfg))
+    given = spread(cfg)
+    cfg = with_engines(given)
     found = search(on_a_gpu(cfg), size, automatic(on_a_gpu(cfg), size))  # JAX is not asked whether it is one
     if found is None:
-        raise UserError(refusal(cfg, size))
+        raise UserError(refusal(given, size))
     choice, plan = found
     return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=tuple(choice.lines()))
 
@@ -91,18 +94,31 @@ def _without_plan(cfg: RunConfig) -> dict[str, Any]:
 
 
 def with_engines(cfg: RunConfig) -> RunConfig:
-    """Puts an engine on each of the learner's GPUs where `rollout.engine.memory` is auto and no engine has a place."""
+    """Puts engines on the learner's GPUs where `rollout.engine.memory` is auto and no engine has a place: one on each,
+    or on as many as an engine has shards.
+
+    Raises:
+      UserError: the shards do not divide the GPUs.
+    """
     engine, hosts = cfg.rollout.engine, processes.planned(cfg.distributed)
     devices = max(1, learner.planned_mesh(cfg).size // hosts)
     if not isinstance(engine, VllmConfig) or engine.memory != "auto" or devices == 1:
         return cfg
     if engine.replicas or engine.visible_gpus or engine.endpoints:
         return cfg
+    shards = engine.tensor_parallel_size
+    if devices % shards:
+        raise UserError(
+            f"rollout.engine.tensor_parallel_size={shards} does not divide the learner's {devices} GPUs: lower it, or "
+            "name the engine's in rollout.engine.visible_gpus"
+        )
+    replicas = devices // shards
     if cfg.distributed.is_on:  # each process knows its own GPUs
-        return replaced(cfg, {"rollout.engine.replicas": devices, "rollout.engine.shares_gpus": True})
+        return replaced(cfg, {"rollout.engine.replicas": replicas, "rollout.engine.shares_gpus": True})
     gpus = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     names = gpus[:devices] if len(gpus) >= devices else list(map(str, range(devices)))
-    placed = {"replicas": devices, "visible_gpus": ";".join(names), "shares_gpus": True}
+    groups = [",".join(names[first : first + shards]) for first in range(0, devices, shards)]
+    placed = {"replicas": replicas, "visible_gpus": ";".join(groups), "shares_gpus": True}
     return replaced(cfg, {f"rollout.engine.{key}": value for key, value in placed.items()})
 
 
@@ -119,11 +135,16 @@ def savings(cfg: RunConfig, size: int) -> list[str] | None:
 
 
 def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
-    """Finds the cheapest settings, by dotted field, under which the run fits; None: there are none."""
-    cfg = on_a_gpu(with_engines(cfg))
+    """Finds the cheapest settings, by dotted field, under which the run fits; None: there are none.
+
+    An engine is spread over several GPUs where no other settings fit.
+    """
+    given, cfg = cfg, on_a_gpu(with_engines(cfg))
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
-        return None
+        wider = _wider(given)
+        rest = None if wider is None else smaller(replaced(given, wider), size)
+        return None if rest is None else {**(wider or {}), **rest}
     changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
@@ -132,10 +153,27 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
         changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
     for key in list(changed):  # a choice of several settings may hold some that are not needed
         rest = {other: value for other, value in changed.items() if key not in (other, _NEEDED_BY.get(other))}
-        smaller = _valid(cfg, Choice(settings=rest))
-        if key not in _NEEDED_BY and smaller is not None and fits(smaller, size):
+        less = _valid(cfg, Choice(settings=rest))
+        if key not in _NEEDED_BY and less is not None and fits(less, size):
             changed = rest
     return changed
+
+
+def _wider(cfg: RunConfig) -> dict[str, Any] | None:
+    """Settings of an engine over twice as many of the learner's GPUs; None: there are too few, or the model's heads."""
+    engine, model = cfg.rollout.engine, models.read_config(cfg.model.path)
+    if not isinstance(engine, VllmConfig) or engine.replicas or engine.visible_gpus or engine.endpoints:
+        return None
+    shards = 2 * engine.tensor_parallel_size
+    settings: dict[str, Any] = {"rollout.engine.tensor_parallel_size": shards}
+    settings |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
+    try:
+        wider = replaced(cfg, settings)
+        check_model(wider.rollout.engine, model)
+        placed = with_engines(wider)
+    except UserError:
+        return None
+    return settings if placed.rollout.engine.replicas else None
 
 
 _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
@@ -143,8 +181,8 @@ _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing
 
 def refusal(cfg: RunConfig, size: int) -> str:
     """Says by how much a run does not fit as it is, and which overrides make it fit."""
-    cfg = on_a_gpu(cfg)
-    plans = [plan for _, plan in _plans(cfg, size, automatic(cfg, size))]
+    placed = on_a_gpu(with_engines(cfg))
+    plans = [plan for _, plan in _plans(placed, size, automatic(placed, size))]
     overrides = smaller(cfg, size)
     advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
     if overrides is not None:
@@ -306,7 +344,8 @@ def _masters(cfg: RunConfig) -> Knob:
         cost=Cost(bits=8),
         notes=("masters are bfloat16, rounded stochastically",),
     )
-    return [Choice(settings={"model.param_dtype": "float32"}), half]
+    full = {"optimizer.master_rounding": "nearest", "model.param_dtype": "float32"}  # set in this order
+    return [Choice(settings=full), half]
 
 
 def _cache(cfg: RunConfig, size: int) -> Knob:
@@ -339,7 +378,7 @@ def _sized(cfg: RunConfig, size: int, room: int) -> dict[str, Any]:
 
 def _staging(cfg: RunConfig) -> Knob:
     engine = cfg.rollout.engine
-    if not engine.stages_on_gpu or engine.has_own_gpu:
+    if not engine.stages_on_gpu or engine.has_own_gpu or learner.held_once(cfg):
         return [Choice(settings={})]
     if cfg.lora is not None:  # a buffer would hold the frozen base once more, for one publish
         note = "the base goes through host memory, once, as adapters do"

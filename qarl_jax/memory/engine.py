@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from qarl_jax import models
-from qarl_jax.memory.learner import GIB, Shapes, nbytes, shapes
+from qarl_jax.memory.learner import GIB, Shapes, held_once, nbytes, shapes
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
@@ -20,6 +20,7 @@ from qarl_jax.runtime import processes
 CONTEXT = 1.5 * GIB  # of a Hopper GPU, an estimate: vLLM's CUDA context, its programs and libraries' workspaces
 GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
 STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large GPU, or fewer)
+COLLECTIVES = 1.0 * GIB  # NCCL's buffers between the shards of a tensor-parallel engine
 BLOCK = 16  # tokens of a block of the KV cache
 
 
@@ -27,10 +28,11 @@ def _of_a_version(count: Callable[[PolicyWeights], int]) -> Callable[[RunConfig]
     """A function of a run's config that counts once for all runs whose versions have the same shapes."""
 
     @functools.cache
-    def counted(made: Shapes) -> int:
-        return count(PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published))
+    def counted(made: Shapes, elsewhere: frozenset[str]) -> int:
+        weights = PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published, elsewhere=elsewhere)
+        return count(weights)
 
-    return functools.wraps(count)(lambda cfg: counted(shapes(cfg)))
+    return functools.wraps(count)(lambda cfg: counted(shapes(cfg), held_once(cfg)))
 
 
 @_of_a_version
@@ -42,10 +44,12 @@ def chunk_bytes(weights: PolicyWeights) -> int:
 
 @_of_a_version
 def published_bytes(weights: PolicyWeights) -> int:
-    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
-    covered = models.by_path(weights.qweights)
-    rest = {path: leaf for path, leaf in models.by_path(weights.params).items() if path not in covered}
-    return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
+    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16; nothing of a
+    base that it reads in the trainer's memory."""
+    covered, elsewhere = models.by_path(weights.qweights), weights.elsewhere
+    own = {path: leaf for path, leaf in covered.items() if path not in elsewhere}
+    rest = {p: leaf for p, leaf in models.by_path(weights.params).items() if p not in covered and p not in elsewhere}
+    return nbytes(own) + nbytes(rest, dtype=jnp.bfloat16)
 
 
 @_of_a_version
@@ -63,17 +67,18 @@ def layer_copies(weights: PolicyWeights) -> int:
 def staging_bytes(cfg: RunConfig) -> int:
     """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many.
 
-    A frozen base is staged once; the versions after it are adapters, which go through host memory.
+    A frozen base is staged once; the versions after it are adapters, which go through host memory. So does all that the
+    engine of a base that is held once is given.
     """
     engine = cfg.rollout.engine
-    if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu:
+    if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu or held_once(cfg):
         return 0
     buffers = engine.staging_buffers if cfg.lora is None else min(1, engine.staging_buffers)
     return buffers * published_bytes(cfg) or chunk_bytes(cfg)
 
 
 def kv_bytes(cfg: RunConfig, sequences: int) -> int:
-    """Bytes of a bfloat16 KV cache for that many sequences at their full length."""
+    """Bytes of a bfloat16 KV cache for that many sequences at their full length, on each GPU of an engine."""
     model = models.read_config(cfg.model.path)
     engine = cfg.rollout.engine
     assert isinstance(engine, VllmConfig)
@@ -81,7 +86,8 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
     if engine.max_model_len:
         length = min(length, engine.max_model_len)
     blocks = -(-length // BLOCK)
-    return sequences * blocks * BLOCK * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2
+    heads = model.num_kv_heads // engine.tensor_parallel_size
+    return sequences * blocks * BLOCK * model.num_layers * 2 * heads * model.head_dim * 2
 
 
 def at_once(cfg: RunConfig) -> int:
@@ -94,20 +100,24 @@ def at_once(cfg: RunConfig) -> int:
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:
-    """Bytes of a vLLM on a GPU. Without `kv_cache_gb` its KV cache is what is left; one sequence is the least."""
+    """Bytes of a vLLM on a GPU, of one shard where it is tensor-parallel. Without `kv_cache_gb` its KV cache is what is
+    left; one sequence is the least."""
     engine, model = cfg.rollout.engine, models.read_config(cfg.model.path)
     assert isinstance(engine, VllmConfig)
     inner = model.intermediate_size
     if model.moe is not None:
         inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)
     logits = engine.max_num_seqs * model.vocab_size * 4
-    invariant = engine.arithmetic == "batch_invariant"
-    return {
-        "weights": published_bytes(cfg),
-        "layers as multiplied": layer_copies(cfg) if invariant else 0,
+    invariant, shards = engine.arithmetic == "batch_invariant", engine.tensor_parallel_size
+    parts = {
+        "weights": published_bytes(cfg) // shards,
+        "layers as multiplied": layer_copies(cfg) // shards if invariant else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
-        "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
+        "activations (estimate)": STEP_TOKENS * (4 * inner // shards + 6 * model.hidden_size) * 2 + 5 * logits,
         "CUDA graphs (estimate)": 0 if engine.eager else int(GRAPHS),
         "context (estimate)": int(CONTEXT),
     }
+    if shards > 1:  # the sums of all shards, and NCCL's buffers
+        parts["shards meet (estimate)"] = STEP_TOKENS * shards * model.hidden_size * 2 + int(COLLECTIVES)
+    return parts

@@ -18,13 +18,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
-from qarl_jax.learning import critic
+from qarl_jax.learning import critic, pieces
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.models import sums as accumulators
 from qarl_jax.models.params import part_of
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.embedded.engine import footprint
+from qarl_jax.rollout.vllm import one_base
 from qarl_jax.run import build, reference
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import remat
@@ -229,6 +230,27 @@ def update_scratch(
     return max(map(sum, zip(own, here, beside, strict=True)))
 
 
+def held_once(cfg: RunConfig) -> frozenset[str]:
+    """Lists the leaves that learner and engine hold once (`build.holds_base_once`)."""
+    there = build.holds_base_once(cfg, planned_mesh(cfg).size)
+    return one_base.paths_of(shapes(cfg).graphdef) if there else frozenset()
+
+
+def one_base_bytes(cfg: RunConfig) -> int:
+    """Bytes of their QTensors, outside of JAX's pool."""
+    shared = held_once(cfg)
+    return nbytes(part_of(shapes(cfg).qweights, shared.__contains__))
+
+
+def _reading(cfg: RunConfig, shared: frozenset[str]) -> int:
+    """Bytes of JAX's pool while a base that is held once is read: masters of a piece, and what quantizing them takes.
+
+    An estimate: eight times the largest piece's masters in bfloat16 (gate and up, in float32 and as integers).
+    """
+    stacks = [2 * math.prod(leaf.shape) for path, leaf in models.by_path(shapes(cfg).params).items() if path in shared]
+    return 8 * min(max(stacks), pieces.BYTES_OF_A_KEEPER) if stacks else 0
+
+
 def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
     """Bytes of the masters that a forward reads, in `dtype`: all but those that it has as QTensors."""
     low = models.by_path(qweights)
@@ -351,9 +373,16 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         "backward": cfg.quant.backward,
         "mesh": mesh,
     }
-    out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape)
+    shared = held_once(cfg)
+    own = part_of(made.qweights, lambda path: path not in shared)
+    out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape) | {"QTensors": nbytes(own, mesh)}
     if trainable.freeze:
         out["frozen weights"] = nbytes(made.frozen, mesh)
+    if shared:
+        later = sum(
+            out[name] for name in ("gradients", "activations (estimate)", "log-prob chunk", "update (estimate)")
+        )
+        out["reading the base (estimate)"] = max(0, _reading(cfg, shared) - later)
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
         kept = nbytes(trainable.learned(made.published), mesh)
         out |= {"QTensors published before": kept} if kept else {}
@@ -362,16 +391,16 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         out["reference policy"] = nbytes(_held(NOTHING, theirs.graphdef, theirs.learned), mesh)
     if cfg.critic is not None:
         body, own, frozen, moments = abstract_critic(cfg)
-        # Its gradient is float32, with an accumulator of its own, and it has no logits.
-        gradient = nbytes(own, mesh, jnp.float32)
-        out["gradients"] = max(out["gradients"], 2 * gradient)
+        # Its gradient is float32, a layer's beside an accumulator of its own, and it has no logits.
+        beside = beside_sums(body, own["body"], mesh, jnp.float32) + nbytes(own["head"], mesh)
+        out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32) + beside)
         positions = shape["rows"] * cfg.row_len
         segments = shape["max_segments"]
         needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
         out["activations (estimate)"] = max(out["activations (estimate)"], needed)
         held = nbytes(moments, mesh)
         if cfg.critic.optimizer.offload is True:
-            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
+            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - beside)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
         if jax.tree.leaves(frozen):
             out["critic's frozen weights"] = nbytes(frozen, mesh)

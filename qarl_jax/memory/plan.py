@@ -95,6 +95,7 @@ class Plan:
     Attributes:
       size: bytes of the device.
       learner: parts of an update, `learner.parts`.
+      one_base: bytes of a base that learner and engine hold once, outside of JAX's pool.
       staging: two published versions, one, the buffer of a chunked transfer, or nothing.
       engine: the parts of an engine on this device; empty: it is elsewhere, or embedded in the learner.
       reserved: bytes left to the engine: its parts, or `gpu_memory_utilization` of the GPU, where that is more
@@ -115,6 +116,7 @@ class Plan:
     devices: int = 1
     engines: int = 1
     allowed: float = MOST
+    one_base: int = 0
     chosen: tuple[str, ...] = ()
 
     @property
@@ -130,12 +132,13 @@ class Plan:
     @property
     def available(self) -> int:
         """Bytes that the learner can have."""
-        return int(min(self.size - self.reserved - self.staging - self.context, self.allowed * self.size))
+        beside = self.reserved + self.staging + self.one_base + self.context
+        return int(min(self.size - beside, self.allowed * self.size))
 
     @property
     def taken(self) -> int:
         """Bytes that the run takes of the device."""
-        return self.needed + self.reserved + self.staging + self.context
+        return self.needed + self.reserved + self.staging + self.one_base + self.context
 
     @property
     def missing(self) -> int:
@@ -162,19 +165,20 @@ class Plan:
         there = self.engine if self.apart is None else self.apart[1]
         engine = f", engine {sum(there.values()) / GIB:.1f}" if there else ""
         where = "" if self.apart is None else f" on a GPU of its own, of which it may use {self.apart[0] / GIB:.1f}"
+        base = f", base of both {self.one_base / GIB:.1f}" if self.one_base else ""
         there_are = f"{self.size / GIB:.1f} there are"
         if self.allowed < MOST and self.available == int(self.allowed * self.size):
             there_are = f"{self.available / GIB:.1f} that {FRACTION}={self.allowed:g} lets JAX take"
         return (
             f"it needs {self.missing / GIB:.1f} GiB more than the {there_are} (learner "
-            f"{self.needed / GIB:.1f}, staging {self.staging / GIB:.1f}{engine}{where})"
+            f"{self.needed / GIB:.1f}{base}, staging {self.staging / GIB:.1f}{engine}{where})"
         )
 
     def lines(self) -> list[str]:
         """Words the plan as lines."""
         rows = [(f"learner: {name}", size) for name, size in self.learner.items()]
         rows += [("learner: left free", self.needed - sum(self.learner.values())), ("JAX's context", self.context)]
-        rows += [("staging (published versions)", self.staging)]
+        rows += [("base, of learner and engine", self.one_base), ("staging (published versions)", self.staging)]
         rows += [(f"engine: {name}", size) for name, size in self.engine.items()]
         rows += [("engine: reserved beyond", self.reserved - sum(self.engine.values()))] if self.engine else []
         verdict = f"{self.missing / GIB:.1f} GiB too much" if self.missing else "fits"
@@ -201,6 +205,7 @@ def make(cfg: RunConfig, size: int) -> Plan:
         size=size,
         learner=learner.parts(cfg, per_device=True),
         staging=staging_bytes(cfg),
+        one_base=learner.one_base_bytes(cfg),
         engine={},
         reserved=0,
         devices=learner.planned_mesh(cfg).size,
@@ -218,7 +223,7 @@ def make(cfg: RunConfig, size: int) -> Plan:
     # A cache of no given size fills the share, and vLLM captures its graphs after that.
     filled = share_bytes + parts["CUDA graphs (estimate)"]
     reserved = max(sum(parts.values()), share_bytes) if engine.kv_cache_gb else filled
-    engines = engine.started * processes.planned(cfg.distributed)
+    engines = engine.started * engine.tensor_parallel_size * processes.planned(cfg.distributed)
     return dataclasses.replace(plan, engine=parts, reserved=reserved, engines=engines)
 
 
@@ -248,6 +253,8 @@ def describe(cfg: RunConfig) -> str:
     rows = [(name, whole[name], own[name]) for name in whole]
     rows.append(("sum", sum(whole.values()), sum(own.values())))
     lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
+    if shared := learner.one_base_bytes(cfg):
+        lines.append(f"base         held once by learner and engine, beside these: {shared / GIB:.3f} GiB")
     resting = {name: state for name, (state, on_host) in learner.optimizer_states(cfg).items() if on_host}
     if resting:
         lines.append("host         pinned memory, group by group on the devices for an update (optimizer.offload)")

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from qarl_bridge.protocol import formats
 
 from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
 from qarl_jax.models.hf.released import rules_of
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, Scheme, on_engine, quantizes_activations
+from qarl_jax.quant.splitting import Splitting
 from qarl_jax.runtime import remat
 from qarl_jax.types import UserError, check_model_folder
 
@@ -72,6 +74,7 @@ class ModelConfig:
       attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), "flash3" (bf16 on Hopper, in vLLM's order),
         or "auto": the fused kernel where it can.
       lora: adapters beside linear maps; None: none.
+      splitting: of outlier channels in all linear maps (`quant/splitting.py`); None: none.
       remat: what the backward finds of each layer: "full" its inputs alone, everything is recomputed; "attention" the
         output of softmax attention, too; "mixer" all of the attention half, so that only the MLP is recomputed; "dots"
         all that linear layers and attention put out; "none" everything.
@@ -104,6 +107,7 @@ class ModelConfig:
     numerics: Numerics = dataclasses.field(default_factory=Numerics)
     attention: str = "auto"
     lora: Lora | None = None
+    splitting: Splitting | None = None
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -126,6 +130,11 @@ class ModelConfig:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
         if self.lora is not None:
             self._check_targets(self.lora.targets)
+        if self.splitting is not None and (self.moe or self.lora or self.numerics.shards > 1):
+            raise UserError(
+                "a model whose channels are split has no experts, no adapters and no tensor-parallel engine: take the"
+                " folder that `qarl export --format hf` makes of it."
+            )
 
     def _check_targets(self, targets: tuple[str, ...]) -> None:
         attention, others = self.linear_names
@@ -244,6 +253,8 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any
 
 def _read_values(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
     hf = HFConfig(values)
+    if split := hf.get(formats.SPLITTING, dict, {}):
+        overrides = {"splitting": Splitting(**split)} | dict(overrides)
     if hf.architecture not in MODELS:
         raise UserError(
             f"config.json: architecture {hf.architecture!r} is not supported; supported: {', '.join(MODELS)}"

@@ -25,7 +25,7 @@ from qarl_jax.models.config import Lora, ModelConfig
 from qarl_jax.models.hf.config import RopeScaling
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
-from qarl_jax.quant import PLAIN, Numerics
+from qarl_jax.quant import PLAIN, Numerics, splitting
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
 
@@ -60,7 +60,8 @@ class Linear(nnx.Module):
 
     kernel: [*stack, N, K]; bias: [*stack, N]. `quantized`, where present, is what the forward reads. `stack` dims
     (layers) are scanned away before a call; one with an `expert` dim left is called by `of_experts`. An adapter is
-    lora_a [*stack, r, K] and lora_b [*stack, N, r].
+    lora_a [*stack, r, K] and lora_b [*stack, N, r]. index: int32 [*stack, 1, M], inputs that are duplicated, in a model
+    whose channels are split; K then counts them.
     """
 
     def __init__(
@@ -79,9 +80,13 @@ class Linear(nnx.Module):
         """Args: axis: logical axis of N. stack: logical axis -> size of the leading dims. fused_features: N of the
         weight the engine fuses this one into; None: it stays by itself. spread_inputs: see `Numerics.of_layer`."""
         lead, axes = tuple(stack.values()), tuple(stack)
+        places = 0 if config.splitting is None else config.splitting.places(in_features)
+        in_features += places
         self.kernel = nnx.Param(normal(rngs, (*lead, out_features, in_features), config), axes=(*axes, axis, "embed"))
         bias = jnp.zeros((*lead, out_features), config.param_dtype) if use_bias else None
         self.bias = None if bias is None else nnx.Param(bias, axes=(*axes, axis))
+        index = jnp.zeros((*lead, 1, places), jnp.int32) if places else None
+        self.index = None if index is None else nnx.Param(index, axes=(*axes, None, None))
         self.quantized: Quantized | None = nnx.data(None)
         self.backward: LowBitBackward | None = nnx.data(None)
         self.numerics = config.numerics.of_layer(fused_features or out_features, in_features, spread_inputs)
@@ -101,6 +106,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """y in x.dtype."""
+        if self.index is not None:
+            x = splitting.duplicated(x, self.index.get_value()[0])
         master, weight = self.held(x.dtype)
         # At rest weights are sharded over fsdp too; in use they are whole over fsdp.
         weight = jax.tree.map(lambda part: constrain(part, "tensor", None), weight)

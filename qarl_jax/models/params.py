@@ -22,11 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.families import ADAPTER
+from qarl_jax.models.families import ADAPTER, INDEX
 from qarl_jax.models.layers import Quantized, folded, fresh_a
 from qarl_jax.models.transformer import Transformer, quantizable, quantized
-from qarl_jax.numerics.float32 import round_to
-from qarl_jax.quant import Rules
+from qarl_jax.numerics.float32 import dtype_in, round_to
+from qarl_jax.quant import Rules, splitting
 from qarl_jax.runtime.mesh import launching, param_shardings
 from qarl_jax.types import UserError
 
@@ -144,6 +144,21 @@ def merge_adapters(model: Transformer) -> Transformer:
     return merge(split(abstract_model(base))[0], params, nnx.State({}))
 
 
+def merge_splits(model: Transformer) -> Transformer:
+    """The model without duplicated inputs and QTensors: of a kernel that has a QTensor, what that stands for. Its
+    kernels have the masters' dtype."""
+    config = dataclasses.replace(model.config, splitting=None, quant=Rules())
+    for linear in quantizable(model).values():
+        weight = linear.kernel.get_value()
+        if linear.quantized is not None:
+            weight = quant.dequantize(linear.quantized.get_value(), weight.dtype)
+        if linear.index is not None:
+            weight = jax.vmap(splitting.merged)(weight, linear.index.get_value()[:, 0])
+        linear.kernel.set_value(weight)
+    params = part_of(split(model)[1], lambda path: not is_fixed(path))
+    return merge(split(abstract_model(config))[0], params, nnx.State({}))
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "dtype"))
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtype: Any) -> jax.Array:
     def one(layer: tuple[jax.Array, ...]) -> jax.Array:
@@ -169,7 +184,7 @@ def random_leaves(
         path, like = ".".join(map(str, keys)), variable.get_value()
         place = places[path]
         if frozen(path):
-            like = jax.ShapeDtypeStruct(like.shape, config.compute_dtype)
+            like = jax.ShapeDtypeStruct(like.shape, dtype_in(like, config.compute_dtype))
         deviation = config.initializer_range if keys[-1] == "kernel" else None
         value = 1.0 if keys[-1] == "weight" else 0.0
         draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)
@@ -287,6 +302,11 @@ def path_of(keys: tuple[Any, ...], variable: Any) -> str:
 def part_of(state: nnx.State, wanted: Callable[[str], bool]) -> nnx.State:
     """The entries of a params or qweights State whose paths are `wanted`."""
     return nnx.from_flat_state([(keys, leaf) for keys, leaf in nnx.to_flat_state(state) if wanted(path_of(keys, leaf))])
+
+
+def is_fixed(path: str) -> bool:
+    """Tells whether a leaf never learns, whatever else does: the inputs that a split linear map duplicates."""
+    return path.endswith(f".{INDEX}")
 
 
 def united(*states: nnx.State) -> nnx.State:

@@ -42,6 +42,12 @@ def in_place(dtype: Any) -> bool:
     return jnp.dtype(dtype).itemsize == 4 or jax.default_backend() != "cpu"
 
 
+def carried(sums: nnx.State, config: ModelConfig) -> nnx.State | None:
+    """The accumulators, where the backward of a model adds to them as it finds gradients; else None."""
+    dtype = jax.tree.leaves(sums)[0].dtype
+    return sums if gradient_dtype(config, dtype) == dtype and in_place(dtype) else None
+
+
 def of_stack(sums: nnx.State | None, number: int) -> Leaves:
     """The accumulators of a stack's leaves; empty: there are none."""
     flat = [] if sums is None else nnx.to_flat_state(sums)

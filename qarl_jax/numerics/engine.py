@@ -57,7 +57,8 @@ class Numerics:
       splits: parts of K in which a layer's sum of bfloat16 products is made. A layer's own.
       shards: of a tensor-parallel engine. Each has its part of every weight: rows, or columns of the layers whose
         inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
-        rounds its own sum; what the layer returns is their sum, rounded once. 1 for layers whose rows are spread.
+        rounds its own sum; the layer returns their sum in float32, by rank, rounded once. 1 for layers whose rows are
+        spread.
       own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
         (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `split_k`.
     """
@@ -84,12 +85,15 @@ class Numerics:
     def of_layer(self, outputs: int, inputs: int, spread_inputs: bool = False) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up).
 
+        A shard's own part of it says into how many parts its sums are cut.
+
         spread_inputs: a tensor-parallel engine gives each shard some inputs of it; otherwise some outputs.
         """
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
         if not self.split_k:
             return own
-        return dataclasses.replace(own, splits=splits_of(outputs, inputs))
+        shape = (outputs, inputs // self.shards) if spread_inputs else (outputs // self.shards, inputs)
+        return dataclasses.replace(own, splits=splits_of(*shape))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.

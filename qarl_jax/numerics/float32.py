@@ -51,6 +51,11 @@ def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S
     return jnp.asarray(x).astype(dtype)
 
 
+def dtype_in(array: Any, dtype: Any) -> Any:
+    """The dtype that a leaf has in a model of `dtype`: integers keep theirs."""
+    return array.dtype if jnp.issubdtype(array.dtype, jnp.integer) else dtype
+
+
 def from_float64(formula: Callable[..., Any], *operands: Any) -> Any:
     """formula(*operands) in float64, whether or not jax_enable_x64 is set, each result rounded to float32.
 

@@ -16,9 +16,9 @@ served; every second-hand description leaves open whether the whole model goes t
 scheme to scheme. The error is relative per token: in plain squares a few tokens with activations a thousand times as
 large as the others' outweigh all of the rest.
 
-**Memory.** One layer with its optimizer, and the rows of one update. A GPU or TPU holds all rows of a layer where they
-take a quarter of its memory at most. What flows between layers lies in files, one tensor [2, T, D] per row: the two
-tensors of `Transformer.through`.
+**Memory.** One layer with its optimizer, and the rows of one update. What flows between layers lies in files, one
+tensor [2, T, D] per row: the two tensors of `Transformer.through`. A GPU or TPU holds it in its memory where that takes
+a quarter at most; files are then written every `Job.every` updates, and a killed run repeats what came after them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
 from qarl_jax.models.hf.weights import Checkpoint, hf_names, tensor_shapes
 from qarl_jax.models.layers import RMSNorm
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.models.params import part_of, united
-from qarl_jax.numerics.float32 import round_to
+from qarl_jax.models.params import is_fixed, part_of, united
+from qarl_jax.numerics.float32 import dtype_in, round_to
 from qarl_jax.optim import build
+from qarl_jax.qat.split import split
 from qarl_jax.qat.updates import Plan, Trainer
+from qarl_jax.quant.splitting import Splitting
 from qarl_jax.run import on_disk
 from qarl_jax.types import UserError
 
@@ -65,6 +67,7 @@ class Job:
       model: its folder. config: in full precision.
       stages: rules of the schemes, in order; the last one is served.
       widths: as in `Trainer`; the narrowest is the prefix of the layers behind.
+      splitting: of outlier channels, which a layer's training begins with; None: none.
       train, heldout: rows [R, T] and [H, T] int32.
       optimizer: its config, for each stage anew. plan: of a stage.
       every: updates between checkpoints.
@@ -81,11 +84,17 @@ class Job:
     plan: Plan
     every: int
     work: pathlib.Path
+    splitting: Splitting | None = None
 
     @property
     def served(self) -> Any:
         """Rules of the scheme that the trained layers run under: the last one, at its narrowest width."""
         return self.stages[-1].at_width(min(self.widths)) if self.widths else self.stages[-1]
+
+    @property
+    def trained(self) -> models.ModelConfig:
+        """The config of the trained model, in full precision."""
+        return dataclasses.replace(self.config, splitting=self.splitting)
 
     @property
     def updates(self) -> int:
@@ -116,6 +125,16 @@ def _run(config: models.ModelConfig, params: Any, stream: jax.Array) -> jax.Arra
     return _through(config, params, models.quantize_params(_layer(config)[0], params), stream)
 
 
+@jax.jit
+def _taken(whole: jax.Array, rows: jax.Array) -> jax.Array:
+    return whole[rows]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(whole: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, rows, first, 0)
+
+
 def _sum(stream: jax.Array) -> jax.Array:
     return stream[:, 0].astype(jnp.float32) + stream[:, 1].astype(jnp.float32)
 
@@ -123,7 +142,7 @@ def _sum(stream: jax.Array) -> jax.Array:
 @jax.jit
 def as_stored(params: nnx.State) -> nnx.State:
     """Masters as the folder has them: rounded to bfloat16, in their own dtype."""
-    return jax.tree.map(lambda x: round_to(x, jnp.bfloat16).astype(x.dtype), params)
+    return jax.tree.map(lambda x: round_to(x, dtype_in(x, jnp.bfloat16)).astype(x.dtype), params)
 
 
 def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
@@ -139,8 +158,8 @@ _error = jax.jit(relative_error)
 def _trainer(
     config: models.ModelConfig, optimizer: build.Config, plan: Plan, every: int, widths: tuple[int, ...]
 ) -> Trainer:
-    def loss(params: Any, qweights: Any, stream: jax.Array, target: jax.Array) -> jax.Array:
-        return relative_error(_through(config, params, qweights, stream), target)
+    def loss(params: Any, qweights: Any, fixed: Any, stream: jax.Array, target: jax.Array) -> jax.Array:
+        return relative_error(_through(config, united(params, fixed), qweights, stream), target)
 
     return Trainer(_layer(config)[0], loss, optimizer, plan, every, widths)
 
@@ -155,6 +174,9 @@ def _nll(config: models.ModelConfig, norm: Any, head: Any, stream: jax.Array, to
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
+
+
+_WRITTEN = 64  # rows that leave the device at once
 
 
 class Progress:
@@ -183,10 +205,9 @@ class Progress:
         """The file of a layer."""
         return self.work / f"{layer:05d}.{kind}.safetensors"
 
-    def finish(self, record: dict[str, Any] | None, layer: int) -> None:
-        """Notes that all files up to the input of `layer` are there; then removes the inputs of the layer before."""
-        if record is not None:
-            self.layers.append(record)
+    def finish(self, records: Sequence[dict[str, Any]], layer: int) -> None:
+        """Notes that all files up to the input of `layer` are there; then removes the inputs of the layers before."""
+        self.layers += records
         kept = [self.path(layer, stream) for stream in STREAMS] + [self.path(i, "weights") for i in range(layer)]
         known = {path.name: self.files.get(path.name) or on_disk.fingerprint(path) for path in kept}
         part = self.work / "progress.json.partial"
@@ -194,7 +215,7 @@ class Progress:
         part.replace(self.work / "progress.json")
         on_disk.sync(self.work)
         self.files = known
-        for path in self.work.glob(f"{layer - 1:05d}.*"):
+        for path in self.work.glob("[0-9]" * 5 + ".*"):
             if path.name not in known:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -207,27 +228,41 @@ def _write_rows(path: pathlib.Path, rows: Sequence[int], like: Any, batches: Ite
 
 
 class Rows:
-    """The rows of a stream's file, read as they are asked for, or all at once into the device's memory.
+    """A stream's rows, read from a file as they are asked for, or all held in the device's memory.
 
     Args:
       path: the file.
-      resident: rows [0, resident) are read at once.
+      held: whether to hold them.
     """
 
-    def __init__(self, path: pathlib.Path, resident: int = 0):
-        self.file = safetensors.SafetensorsFile(path)
-        self.whole = self._read(range(resident)) if resident else None
+    def __init__(self, path: pathlib.Path, held: bool = False):
+        file = safetensors.SafetensorsFile(path)
+        self.numbers = [int(name) for name in file.entries]
+        self.like = file.tensor(str(self.numbers[0]))
+        self._read = lambda rows: jnp.asarray(np.stack([file.tensor(str(row)) for row in rows]))
+        self.whole = self._read(self.numbers) if held else None
 
     def __call__(self, rows: Sequence[int]) -> jax.Array:
         """[B, 2, T, D]."""
-        return self._read(rows) if self.whole is None else self.whole[np.asarray(rows)]
+        if self.whole is None:
+            return self._read(rows)
+        return _taken(self.whole, np.asarray(rows) - self.numbers[0])
 
-    def _read(self, rows: Sequence[int]) -> jax.Array:
-        return jnp.asarray(np.stack([self.file.tensor(str(row)) for row in rows]))
+    def behind(self, layer: Callable[[jax.Array], jax.Array], batch: int, path: pathlib.Path) -> Rows:
+        """The rows behind a layer: in a file, or in the place of the held ones."""
+        if self.whole is None:
+            made = (np.asarray(layer(self(some))) for some in batches(self.numbers, batch))
+            _write_rows(path, self.numbers, self.like, made)
+            return Rows(path)
+        for some in batches(self.numbers, batch):
+            self.whole = _put(self.whole, layer(self(some)), some[0] - self.numbers[0])
+        return self
 
-    def like(self) -> Any:
-        """A row's tensor, whose shape and dtype all have."""
-        return self.file.tensor(next(iter(self.file.entries)))
+    def save(self, rows: Sequence[int], path: pathlib.Path) -> None:
+        """Writes some of held rows to a file."""
+        if self.whole is not None:
+            parts = (np.asarray(self(some)) for some in batches(rows, _WRITTEN))
+            _write_rows(path, rows, self.like, parts)
 
 
 def batches(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -254,15 +289,26 @@ class Blocks:
         self.every_row = range(len(job.train) + len(job.heldout))
         self.heldout = range(len(job.train), len(self.every_row))
         task.done += len(self.progress.layers) * len(job.stages) * job.plan.updates
+        self.streams = dict[str, Rows]()
         self.began, self.before = time.monotonic(), task.done
 
     def run(self) -> None:
         """Trains every layer that is not finished."""
         if not self.progress.files:
             self._embed()
-            self.progress.finish(None, 0)
-        for layer in range(len(self.progress.layers), self.job.config.num_layers):
-            self.progress.finish(self._block(layer), layer + 1)
+            self.progress.finish([], 0)
+        done, last, records = len(self.progress.layers), self.job.config.num_layers, list[dict[str, Any]]()
+        paths = {kind: self.progress.path(done, kind) for kind in STREAMS}
+        held = done < last and 8 * paths["full"].stat().st_size < (capacity() or 0)
+        self.streams = {kind: Rows(path, held) for kind, path in paths.items()}
+        for layer in range(done, last):
+            records.append(self._block(layer))
+            updates = len(records) * len(self.job.stages) * self.job.plan.updates
+            if not held or updates >= self.job.every or layer + 1 == last:
+                for kind, rows in self.streams.items():
+                    rows.save(self.heldout if layer + 1 == last else rows.numbers, self.progress.path(layer + 1, kind))
+                self.progress.finish(records, layer + 1)
+                records = []
 
     def _embed(self) -> None:
         config, tokens = self.job.config, np.concatenate([self.job.train, self.job.heldout])
@@ -275,25 +321,25 @@ class Blocks:
             _write_rows(self.progress.path(0, stream), rows, like, both)
 
     def _send(self, config: models.ModelConfig, params: Any, layer: int, stream: str) -> None:
-        """Runs a stream through a layer, into the file of the next."""
-        source, target = (self.progress.path(at, stream) for at in (layer, layer + 1))
-        given = Rows(source)
-        rows = [int(name) for name in given.file.entries]
-        made = (np.asarray(_run(config, params, given(some))) for some in batches(rows, self.job.plan.batch))
-        _write_rows(target, rows, given.like(), made)
+        """Runs a stream through a layer."""
+        through, path = functools.partial(_run, config, params), self.progress.path(layer + 1, stream)
+        self.streams[stream] = self.streams[stream].behind(through, self.job.plan.batch, path)
 
     def _block(self, layer: int) -> dict[str, Any]:
         """Trains a layer and writes its weights and what leaves it; returns its record."""
         job, own = self.job, layer_config(self.job.config, layer)
-        configs = [dataclasses.replace(own, quant=rules) for rules in job.stages]
-        served = dataclasses.replace(own, quant=job.served)
         params = read_layer(self.checkpoint, job.config, layer)
         self._send(own, params, layer, "full")
-        self._send(served, params, layer, "rounded")
-        paths = (self.progress.path(layer, "trained"), self.progress.path(layer + 1, "full"))
-        resident = len(job.train) if 4 * sum(path.stat().st_size for path in paths) < (capacity() or 0) else 0
-        low, target = (Rows(path, resident) for path in paths)
-        inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
+        self._send(dataclasses.replace(own, quant=job.served), params, layer, "rounded")
+        low, target = self.streams["trained"], self.streams["full"]
+        if job.splitting is not None:
+            rows = map(low, batches(range(len(job.train)), job.plan.batch))
+            params = split(own, params, rows, job.splitting, job.served, layer, job.config.num_layers)
+            own = dataclasses.replace(own, splitting=job.splitting)
+        configs = [dataclasses.replace(own, quant=rules) for rules in job.stages]
+        served = dataclasses.replace(own, quant=job.served)
+        fixed, params = (part_of(params, wanted) for wanted in (is_fixed, lambda path: not is_fixed(path)))
+        inputs = lambda rows: (fixed, low(rows), target(rows))  # noqa: E731
         losses = []
         for number, config in enumerate(configs):
             trainer = _trainer(config, job.optimizer, job.plan, job.every, job.widths)
@@ -301,17 +347,18 @@ class Blocks:
             params, found = trainer.fit(params, inputs, folder, self.task)
             few = max(1, len(found) // 8)
             losses.append([float(np.mean(found[:few])), float(np.mean(found[-few:]))])
-        tensors = dict(layer_tensors(params, job.config, layer, jnp.bfloat16))
+        params = united(params, fixed)
+        tensors = dict(layer_tensors(params, job.trained, layer, jnp.bfloat16))
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
         self._send(served, as_stored(params), layer, "trained")
-        record = {"layer": layer, "losses": losses} | {kind: self._lost(layer + 1, kind) for kind in STREAMS[1:]}
+        record = {"layer": layer, "losses": losses} | {kind: self._lost(kind) for kind in STREAMS[1:]}
         self._tell(record)
         return record
 
-    def _lost(self, layer: int, stream: str) -> float:
+    def _lost(self, stream: str) -> float:
         """Relative error of a stream's held-out rows."""
-        ours, theirs = (Rows(self.progress.path(layer, kind)) for kind in (stream, "full"))
+        ours, theirs = self.streams[stream], self.streams["full"]
         found = [(len(some), _error(ours(some), theirs(some))) for some in batches(self.heldout, self.job.plan.batch)]
         return float(sum(n * float(error) for n, error in found) / len(self.heldout))
 
@@ -338,7 +385,7 @@ class Blocks:
         head, norm = self.tail()
         out = {}
         for stream in STREAMS:
-            given, total = Rows(self.progress.path(config.num_layers, stream)), 0.0
+            given, total = self.streams[stream], 0.0
             for some in batches(self.heldout, self.job.plan.batch):
                 tokens = jnp.asarray(self.job.heldout[[row - self.heldout.start for row in some]])
                 total += float(_nll(config, norm, head, given(some), tokens))
@@ -348,9 +395,9 @@ class Blocks:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """The trained model's tensors, bfloat16, in `checkpoint_order`; what is outside the layers is the model's."""
-        config, dtype = self.job.config, np.dtype(jnp.bfloat16)
+        config, dtype = self.job.trained, np.dtype(jnp.bfloat16)
         files = [safetensors.SafetensorsFile(self.progress.path(i, "weights")) for i in range(config.num_layers)]
         trained = {name: file for file in files for name in file.entries}
         for name, (_, shape) in tensor_shapes(config, dtype).items():
             found = trained[name].tensor(name) if name in trained else self.checkpoint.tensor(name, shape)
-            yield name, np.asarray(found).astype(dtype)
+            yield name, np.asarray(found).astype(dtype_in(found, dtype))

@@ -13,6 +13,7 @@ Everything in progress lies in OUT.work. The same command goes on from there, to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ from qarl_jax import data, models
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.weights import check_weights, write_hf
 from qarl_jax.models.transformer import quantizable
-from qarl_jax.optim import build
-from qarl_jax.qat import distill, text
+from qarl_jax.optim import build, leafwise
+from qarl_jax.qat import distill, split, text
 from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
 from qarl_jax.quant import check_quantizable
@@ -99,7 +100,9 @@ class Config:
       stages: schemes in order ("w2a16_asym:g64"); the last one is served.
       widths: of the slices of `w8a16_asym` that every loss is the mean over ([8, 4, 2]), and that are all served
         from one folder; (): the scheme's own width alone.
-      train: of each layer under each scheme.
+      split: share of its inputs that the last layer's linear maps duplicate, so that outliers are shared out between
+        two weights; the share grows linearly with depth, from none in the first layer. 0: no splitting.
+      train: of each layer under each scheme; null: none, so that `distill` begins with the model.
       distill: of all layers under the last scheme, behind it; null: none.
       save_every: updates between checkpoints.
     """
@@ -110,7 +113,8 @@ class Config:
     text: Text = dataclasses.field(default_factory=Text)
     stages: tuple[str, ...] = ("w8a16_asym", "w4a16_asym", "w2a16_asym")
     widths: tuple[int, ...] = ()
-    train: Train = dataclasses.field(default_factory=Train)
+    split: float = 0.0
+    train: Train | None = dataclasses.field(default_factory=Train)
     distill: Train | None = None
     save_every: int = 100
     seed: int = 0
@@ -130,10 +134,20 @@ class Config:
                 )
             for bits in self.widths:
                 rules.at_width(bits)
-        for name in ("train", "distill"):
-            part = getattr(self, name)
-            if part is not None and part.batch > self.text.rows:
+        if self.split and (self.train is None or self.widths):
+            raise UserError(f"split={self.split} is for layers that are trained one by one (train), and for one width.")
+        if not self.parts:
+            raise UserError("train and distill are both null, so that nothing would learn: set one of them.")
+        for name, part in self.parts.items():
+            leafwise.Optimizer(part.optimizer, self.plan(part).updates)
+            if part.batch > self.text.rows:
                 raise UserError(f"{name}.batch={part.batch} is more than text.rows={self.text.rows}: lower it.")
+
+    @property
+    def parts(self) -> dict[str, Train]:
+        """The sections of what learns, by name."""
+        both = {"train": self.train, "distill": self.distill}
+        return {name: part for name, part in both.items() if part is not None}
 
     def plan(self, part: Train) -> Plan:
         """The updates of a part."""
@@ -158,7 +172,8 @@ def _job(cfg: Config) -> Job:
     """
     config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
     stages = tuple(models.parse_rules(scheme) for scheme in cfg.stages)
-    _check_weights(config, stages)
+    splitting = split.asked(cfg.split, config, stages[-1]) if cfg.split else None
+    _check_weights(dataclasses.replace(config, splitting=splitting), stages)
     check_weights(cfg.model.path, config)
     mark, known = made.fingerprint(cfg), made.read_receipt(cfg.work, RECEIPT).get("fingerprint")
     if known not in (None, mark):
@@ -174,7 +189,7 @@ def _job(cfg: Config) -> Job:
         cfg.work.mkdir(parents=True, exist_ok=True)
         made.write_receipt(cfg.work, RECEIPT, cfg, mark)
         safetensors.write(file, {name: (x.dtype, x.shape) for name, x in named.items()}, named.items())
-    tokens = safetensors.SafetensorsFile(file)
+    tokens, first = safetensors.SafetensorsFile(file), next(iter(cfg.parts.values()))
     return Job(
         model=cfg.model.path,
         config=config,
@@ -182,10 +197,11 @@ def _job(cfg: Config) -> Job:
         widths=cfg.widths,
         train=np.array(tokens.tensor("train")),
         heldout=np.array(tokens.tensor("heldout")),
-        optimizer=cfg.train.optimizer,
-        plan=cfg.plan(cfg.train),
+        optimizer=first.optimizer,
+        plan=cfg.plan(first),
         every=cfg.save_every,
         work=cfg.work,
+        splitting=splitting,
     )
 
 
@@ -201,17 +217,23 @@ def run(cfg: Config) -> None:
     """Trains and writes the folder."""
     made.check_ours(cfg.out, RECEIPT)
     job = _job(cfg)
-    behind = 0 if cfg.distill is None else cfg.plan(cfg.distill).updates
-    with progress.task("training", job.updates + behind, "updates") as task:
-        blocks = Blocks(job, task, say=lambda line: print(line, flush=True))
-        blocks.run()
-        perplexity, facts = blocks.perplexities(), dict[str, Any](blocks=blocks.progress.layers)
-        _tell(perplexity)
+    updates = job.updates if cfg.train is not None else 0
+    updates += cfg.plan(cfg.distill).updates if cfg.distill is not None else 0
+    perplexity, facts = dict[str, float](), dict[str, Any]()
+    with progress.task("training", updates, "updates") as task:
+        if cfg.train is not None:
+            blocks = Blocks(job, task, say=lambda line: print(line, flush=True))
+            blocks.run()
+            perplexity, facts["blocks"] = blocks.perplexities(), blocks.progress.layers
+            _tell(perplexity)
         with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
             export.copy_kept(cfg.model.path, staging)
-            write_hf(staging, job.config, blocks.tensors())
+            if cfg.train is not None:
+                write_hf(staging, job.trained, blocks.tensors())
+                blocks.streams.clear()  # whole models come
             if cfg.distill is not None:
-                facts["kl"], perplexity["distilled"] = _distill(cfg, cfg.distill, job, staging, task)
+                facts["kl"], found = _distill(cfg, cfg.distill, job, staging, task)
+                perplexity |= found
                 _tell(perplexity)
             made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), perplexity=perplexity, **facts)
     shutil.rmtree(cfg.work)
@@ -223,21 +245,30 @@ def _tell(perplexity: dict[str, float]) -> None:
     print(f"held-out perplexity: {listed}", flush=True)
 
 
-def _distill(cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any) -> tuple[list[float], float]:
-    """Trains all layers of the model in `folder` and writes it anew; (KL of each update, held-out perplexity)."""
+def _distill(
+    cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any
+) -> tuple[list[float], dict[str, float]]:
+    """Trains all layers of the model in `folder`, or without `train` of `model.path`, and writes them to `folder`.
+
+    Returns:
+      The KL of each update, and held-out perplexities.
+    """
     full = dataclasses.replace(job.config, param_dtype=job.config.compute_dtype)
     teacher = models.load_masters(cfg.model.path, full)
-    student = models.load_masters(folder, dataclasses.replace(job.config, quant=job.stages[-1]))
-    served = models.with_scheme(student[0], job.served)
-    plan = cfg.plan(part)
+    begun = cfg.model.path if cfg.train is None else folder
+    graphdef, masters = models.load_masters(begun, dataclasses.replace(job.trained, quant=job.stages[-1]))
+    perplexity = functools.partial(distill.perplexity, tokens=job.heldout, batch=part.batch)
+    served, found = models.with_scheme(graphdef, job.served), dict[str, float]()
+    if cfg.train is None:
+        found = {"full": perplexity(*teacher), "rounded": perplexity(served, masters)}
+        _tell(found)
+    plan, work = cfg.plan(part), cfg.work / "distill"
     masters, losses = distill.distill(
-        teacher, student, job.train, part.optimizer, plan, cfg.save_every, cfg.work / "distill", task, cfg.widths
+        teacher, (graphdef, masters), job.train, part.optimizer, plan, cfg.save_every, work, task, cfg.widths
     )
-    bare = models.with_scheme(student[0], "bf16")
-    models.save_hf(models.merge(bare, masters, nnx.State({})), folder)
-    after = distill.perplexity(served, as_stored(masters), job.heldout, part.batch)
+    models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), masters, nnx.State({})), folder)
     print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
-    return losses, after
+    return losses, found | {"distilled": perplexity(served, as_stored(masters))}
 
 
 @entry_point

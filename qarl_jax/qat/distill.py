@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax import models
 from qarl_jax.models.logprobs import logits_of, token_logprobs
-from qarl_jax.models.params import part_of, united
+from qarl_jax.models.params import is_fixed, part_of, united
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.optim import build
 from qarl_jax.qat.updates import Plan, Trainer
@@ -49,7 +49,7 @@ def kl(
 
 def learns(path: str) -> bool:
     """Tells whether a leaf learns: those of the layers do."""
-    return path.startswith("stacks.")
+    return path.startswith("stacks.") and not is_fixed(path)
 
 
 def nll(model: models.Transformer, tokens: Int[Array, "B T"]) -> Float[Array, ""]:

@@ -24,6 +24,8 @@ from qarl_jax.quant import over_widths
 from qarl_jax.run import checkpoint
 from qarl_jax.types import DivergedError
 
+_AHEAD = 8  # updates that a device has in its queue
+
 Loss = Callable[..., jax.Array]
 """(params, qweights, *inputs) -> scalar."""
 
@@ -81,6 +83,7 @@ class Trainer:
         self.loss = over_widths(loss, widths) if widths else loss
         self.optimizer = leafwise.Optimizer(optimizer, plan.updates)
         self.saving = checkpoint.Config(every=every, keep=2, asynchronous=False)
+        self.init = jax.jit(self.optimizer.init)  # one program for all layers
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
 
     def _step(self, params: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any, jax.Array]:
@@ -105,7 +108,15 @@ class Trainer:
         Raises:
           DivergedError: the loss is not finite.
         """
-        opt_state, losses = leafwise.init(self.optimizer, params), list[float]()
+        opt_state, losses, running = self.init(params), list[float](), list[jax.Array]()
+
+        def wait(left: int) -> None:  # for updates, until no more than `left` of them run
+            while len(running) > left:
+                losses.append(float(running.pop(0)))
+                if not math.isfinite(losses[-1]):
+                    raise DivergedError(f"update {len(losses) - 1}: the loss is {losses[-1]}; lower optimizer.lr.")
+                task.done += 1
+
         with checkpoint.Checkpoints(folder, self.saving) as saved:
             if saved.latest_step() is not None:
                 back = saved.restore({"params": params, "opt_state": opt_state})
@@ -113,10 +124,10 @@ class Trainer:
             task.done += len(losses)
             for update in range(len(losses), self.plan.updates):
                 params, opt_state, loss = self.step(params, opt_state, *inputs(self.plan.of(update)))
-                losses.append(float(loss))
-                if not math.isfinite(losses[-1]):
-                    raise DivergedError(f"update {update}: the loss is {losses[-1]}; lower optimizer.lr.")
-                task.done += 1
+                running.append(loss)
                 if saved.should_save(update + 1):
+                    wait(0)
                     saved.save(update + 1, {"params": params, "opt_state": opt_state}, {"losses": losses})
+                wait(_AHEAD)
+            wait(0)
         return params, losses

@@ -46,13 +46,12 @@ class QTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape (..., N, K)."""
-        *leading, stored = self.codes.shape
-        return (*leading, stored * self.scheme.wire.codes.inputs)
+        return self.scheme.shape(self.arrays)
 
     @property
     def ndim(self) -> int:
         """Dimensions of `shape`: 2 for one weight, 3 and more for stacks."""
-        return self.codes.ndim
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ weight has: learner, publisher, memory plan, export and verdicts read these fiel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -63,6 +63,11 @@ class Scheme:
     def wire(self) -> Layout:
         """The arrays of a weight, and how they travel to an engine."""
         raise NotImplementedError
+
+    def shape(self, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        """Computes (..., N, K) of a QTensor's arrays."""
+        *leading, stored = arrays["codes"].shape
+        return (*leading, stored * self.wire.codes.inputs)
 
     def check(self, shape: tuple[int, ...]) -> str | None:
         """Why a weight [..., N, K] cannot be quantized, or None."""

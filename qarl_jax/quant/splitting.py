@@ -20,20 +20,41 @@ layer's, and 1.4 to 1.5 times with halving alone.
 "a share that grows linearly with depth": share * l / (L - 1) of the inputs in layer l of L, none in the first. Whole
 groups are appended, so their number is rounded up to the group, and no column is left empty.
 
-**Left out.** The index in a QTensor, and layers of models that duplicate their inputs. Masters are rounded to bfloat16
-before they are quantized, which may move a half over the edge of its code.
+**In a model** (`models.Linear`) the index stands beside the kernel, like a bias, and never learns. Layers of a stack
+have one number of places, the last layer's. The places that an earlier layer does not need have the index K, which
+duplicates a zero: these columns stay zero, learn nothing, and take room. Layers that an engine fuses have one index.
+
+**Left out.** MoE models, adapters, tensor-parallel engines. Masters are rounded to bfloat16 before they are quantized,
+which may move a half over the edge of its code.
 
 Source: Bit-by-Bit, arXiv 2604.07888 (second-hand). Splitting: OCS, arXiv 1901.09504.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from qarl_bridge.protocol import formats
 
 from qarl_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Splitting:
+    """The splitting of all linear maps of a model.
+
+    Attributes:
+      share: of the inputs that the last layer duplicates, 0 to 1. group: inputs per scale.
+    """
+
+    share: float
+    group: int
+
+    def places(self, inputs: int) -> int:
+        """Inputs that a layer has besides its own K, in every layer."""
+        return number(inputs, self.share, 1, 2, self.group)
 
 
 def scores(norms: Float[Array, " K"], w: Float[Array, "N K"]) -> Float[Array, " K"]:
@@ -54,8 +75,7 @@ def number(inputs: int, share: float, layer: int, layers: int, group: int) -> in
         raise UserError(f"the share of duplicated inputs must lie between 0 and 1, got {share}.")
     if inputs % group:
         raise UserError(f"{inputs} inputs are no multiple of the group {group}: choose another quant.group_size.")
-    wanted = inputs * share * layer / max(1, layers - 1)
-    return math.ceil(round(wanted, 6) / group) * group
+    return formats.places(inputs, share * layer / max(1, layers - 1), group)
 
 
 def chosen(score: Float[Array, " K"], count: int) -> Int[Array, " M"]:
@@ -64,8 +84,13 @@ def chosen(score: Float[Array, " K"], count: int) -> Int[Array, " M"]:
 
 
 def duplicated(x: Float[Array, "*B K"], index: Int[Array, " M"]) -> Float[Array, "*B K2"]:
-    """A layer's inputs with the chosen ones once more behind them."""
-    return jnp.concatenate([x, jnp.take(x, index, axis=-1)], axis=-1)
+    """A layer's inputs with the chosen ones once more behind them; zeros where the index is K."""
+    return jnp.concatenate([x, jnp.take(x, index, axis=-1, mode="fill", fill_value=0)], axis=-1)
+
+
+def filled(index: Int[Array, " M"], inputs: int, places: int) -> Int[Array, " P"]:
+    """An index of as many places, the last of them with the index K = `inputs`."""
+    return jnp.pad(index, (0, places - index.shape[0]), constant_values=inputs)
 
 
 def split(w: Float[Array, "N K"], steps: Float[Array, "N groups"], index: Int[Array, " M"]) -> Float[Array, "N K2"]:
@@ -82,4 +107,4 @@ def split(w: Float[Array, "N K"], steps: Float[Array, "N groups"], index: Int[Ar
 def merged(w: Float[Array, "N K2"], index: Int[Array, " M"]) -> Float[Array, "N K"]:
     """The weight of a layer without duplicated inputs, as transformers has it: the inverse of `split`."""
     inputs = w.shape[1] - index.shape[0]
-    return w[:, :inputs].at[:, index].add(w[:, inputs:])
+    return w[:, :inputs].at[:, index].add(w[:, inputs:], mode="drop")  # those of index K are zero

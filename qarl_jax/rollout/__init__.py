@@ -22,6 +22,8 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from jax.sharding import Mesh
+
 from qarl_jax.types import Completion, Prompt, UserError
 
 
@@ -64,12 +66,14 @@ class PolicyWeights:
         A master that has a QTensor may be missing.
       qweights: the QTensors, by path; empty for a bf16 policy.
       fixed: paths of the leaves that are the same in every version that the engine is given: it may keep what it has.
+      elsewhere: paths of those that no version brings: the engine reads the learner's memory (`vllm.one_base`).
     """
 
     graphdef: Any
     params: Any
     qweights: Any
     fixed: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +147,16 @@ class RolloutEngine(Protocol):
 
     def prepare(self, graphdef: Any) -> None:
         """The weights of this model will be published: what can be started before them may be. Returns at once."""
+
+    def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
+        """Memory for a frozen base, which learner and engine then hold once (`vllm.one_base.OneBase`); None: each holds
+        a copy. Call it before `prepare`.
+
+        Args:
+          graphdef: of both, which agree on the scheme.
+          mesh: the learner's.
+        """
+        del graphdef, mesh
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
         """Serves `weights` as `version` from now on.

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from jax.sharding import Mesh
+
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig, continuation
 from qarl_jax.types import Completion, UserError
 
@@ -144,6 +146,9 @@ class SharedEngine(RolloutEngine):
 
     def prepare(self, graphdef: Any) -> None:
         self.engine.prepare(graphdef)
+
+    def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
+        return self.engine.hold_once(graphdef, mesh)
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
         self.schedule.before_publish(version)

@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from qarl_jax.data.sources.template import Messages, Template
 from qarl_jax.data.tokenizer import Tokenizer, decode, ends
@@ -221,6 +222,9 @@ class TurnTaking(RolloutEngine):
 
     def prepare(self, graphdef: Any) -> None:
         self.engine.prepare(graphdef)
+
+    def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
+        return self.engine.hold_once(graphdef, mesh)
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
         report = self.engine.publish(weights, version)

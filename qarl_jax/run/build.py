@@ -33,6 +33,7 @@ from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run import estimators
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
@@ -200,6 +201,8 @@ def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfi
     assert cfg.critic is not None
     dtype, lora = cfg.critic.dtype or cfg.model.dtype, None if cfg.critic.lora is None else cfg.critic.lora.adapters
     if cfg.critic.path is None:
+        if policy.splitting is not None:
+            raise UserError("a critic cannot begin as a policy whose channels are split: name a folder as critic.path.")
         return body_config(policy, dtype, lora, shared=cfg.lora is not None)
     own = models.read_config(cfg.critic.path, remat=cfg.model.remat_or_full, attention=cfg.model.attention)
     if own.vocab_size < policy.vocab_size:
@@ -245,6 +248,24 @@ def make_grader(cfg: RunConfig) -> Grader:
     return Grader(cfg.reward, max_response_len=cfg.rollout.max_response_len)
 
 
+def holds_base_once(cfg: RunConfig, devices: int) -> bool:
+    """Tells whether learner and engine hold the run's frozen base once, as far as it can be (`vllm.one_base`).
+
+    So it is for adapters whose learner has one device with one vLLM on it, started by the run. With
+    `rollout.engine.transport=host` each holds a copy.
+
+    Args:
+      devices: of the learner's mesh.
+    """
+    engine = cfg.rollout.engine
+    if not isinstance(engine, VllmConfig) or cfg.lora is None or cfg.critic is not None:
+        return False
+    there = engine.engine == "vllm" and engine.started == 1 and not engine.endpoints and not engine.has_own_gpu
+    plain = engine.arithmetic == "batch_invariant" and engine.tensor_parallel_size == 1 and engine.transport != "host"
+    alone = devices == 1 and processes.planned(cfg.distributed) == 1
+    return there and plain and alone and cfg.quant.rollout_scheme == cfg.quant.forward
+
+
 def make_schedule(cfg: RunConfig) -> Schedule | None:
     """Makes the schedule of batches and versions; None where the sampler waits for the learner."""
     ahead = cfg.train.asynchronous
@@ -272,7 +293,8 @@ def make_engine(
             log_file=log_file,
         )
         if processes.count() > 1 and not engine.visible_gpus and engine.started:
-            engine = dataclasses.replace(engine, visible_gpus=gpu_staging.own_gpus(engine.started), shares_gpus=True)
+            own = gpu_staging.own_gpus(engine.started, engine.tensor_parallel_size)
+            engine = dataclasses.replace(engine, visible_gpus=own, shares_gpus=True)
         if not processes.is_first():
             place = f"process {processes.number()}"
             log = functools.partial(print, f"{place}:", file=sys.stderr, flush=True)

@@ -8,7 +8,9 @@
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
 
 A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
-is quantized under the last of its schemes.
+is quantized under the last of its schemes. With `--format hf` the float32 weights are written that the codes stand for.
+Of a model whose channels are split these are merged, so that transformers computes the same from them; its codes come
+as they are published, with the inputs that are duplicated, for our engines.
 
 `--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
 
@@ -72,13 +74,23 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
         _export(source, staging, kind, bits)
 
 
-def export_model(model: str | os.PathLike[str], scheme: str, out: str | os.PathLike[str]) -> None:
-    """Writes the codes of a model folder's weights under a scheme, rounded to nearest.
+def export_model(
+    model: str | os.PathLike[str], scheme: str, out: str | os.PathLike[str], kind: str = "compressed-tensors"
+) -> None:
+    """Writes a model folder's weights under a scheme, rounded to nearest.
+
+    Args:
+      kind: "compressed-tensors", codes; or "hf", what they stand for, in float32 and without duplicated inputs.
 
     Raises:
-      UserError: as `models.load_hf`, or the scheme is bf16, or `out` is in use.
+      UserError: as `models.load_hf`, or the scheme is bf16 and codes are asked for, or `out` is in use.
     """
     model, rules = pathlib.Path(model), models.parse_rules(scheme)
+    if kind == "hf":
+        with on_disk.whole_folder(out) as staging:
+            copy_kept(model, staging)
+            models.save_hf(models.merge_splits(models.load_hf(model, scheme=rules)), staging, "float32")
+        return
     config = models.read_config(model, compute_dtype="bfloat16", param_dtype="bfloat16", quant=rules)
     if not config.quant.rules:
         raise UserError("--scheme bf16 quantizes nothing: name a low-bit scheme, for example w4a16.")
@@ -111,7 +123,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
                 f" {cfg.quant.forward}, which rounds the sum again: serve the base with --format peft for that."
             )
         bare = models.with_scheme(graphdef, "bf16")
-        whole = models.merge(bare, params, build.no_qweights()) if cfg.lora is None else learner.model(params)
+        whole = learner.model(params) if learner.trainable.freeze else models.merge(bare, params, build.no_qweights())
         models.save_hf(models.merge_adapters(whole), out)
     else:
         rollout = build.rollout_graphdef(cfg, graphdef)
@@ -148,11 +160,13 @@ def write_quantized(graphdef: Any, params: Any, qweights: Any, folder: pathlib.P
     from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
     from qarl_jax.rollout.vllm.gpu_staging import shapes_apart
 
-    values = engine_config(graphdef, exported=True)
+    portable = models.config_of(graphdef).splitting is None
+    values = engine_config(graphdef, exported=portable)
     if "quantization_config" not in values:
         raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
     graphdef = models.split(models.abstract_model(models.config_of(graphdef).base))[0]
-    qweights = jax.tree.map(_exported, qweights, is_leaf=lambda x: isinstance(x, QTensor))
+    if portable:
+        qweights = jax.tree.map(_exported, qweights, is_leaf=lambda x: isinstance(x, QTensor))
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
     safetensors.write_sharded(folder, shapes_apart(weights), engine_tensors(weights), MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -171,15 +185,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", help="run folder, or one step_* folder of its checkpoints")
     source.add_argument("--model", help="model folder, to be quantized under --scheme")
-    parser.add_argument("--format", choices=FORMATS, help="needed with --checkpoint; with --model compressed-tensors")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="needed with --checkpoint; with --model compressed-tensors if not given"
+    )
     parser.add_argument("--scheme", help="with --model: w4a16, w2a16:g64, ...")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
     args = parser.parse_args(argv)
     if args.model is not None:
-        if args.scheme is None or args.bits is not None or args.format not in (None, "compressed-tensors"):
-            parser.error("--model is quantized: give --scheme, no --bits, and no --format but compressed-tensors")
-        export_model(args.model, args.scheme, args.out)
+        if args.bits is not None or args.format == "peft" or (args.scheme is None and args.format != "hf"):
+            parser.error("--model is quantized: give --scheme, no --bits, and no --format but compressed-tensors or hf")
+        export_model(args.model, args.scheme or "bf16", args.out, args.format or "compressed-tensors")
     elif args.format is None or args.scheme is not None:
         parser.error("--checkpoint needs --format, and takes no --scheme: its run has one")
     else:

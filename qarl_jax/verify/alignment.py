@@ -26,7 +26,7 @@ from qarl_jax.run.config import RunConfig
 # and sampler under one scheme that compute alike but for the last bits. That of a bf16 learner beside a quantized
 # sampler is `Scheme.baseline_k3`.
 CLOSE = 2e-3
-# Expected share of the micro-batches after a step's first update whose tokens are compared, where old log-probs are the
+# Expected share of the steps of which the tokens after the first update are compared, where old log-probs are the
 # sampler's (`loop/proximal.py`).
 CHECKED = 1 / 16
 

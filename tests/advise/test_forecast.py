@@ -3,6 +3,7 @@
 """Forecasts follow the registry, the roofline and the plan; their rates and errors are those of the records."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -112,12 +113,12 @@ def test_muon_waits_for_memory_where_its_matrices_are_as_small_as_an_experts(mod
     assert ("memory" if memory > products else "products") == waits_for
 
 
-def test_a_low_bit_backward_takes_less_of_an_update_and_nobody_measured_it(run):
+def test_a_low_bit_backward_takes_less_of_an_update_and_nobody_measured_fp8s(run):
     cfg, found = run
-    low = forecast.of_run(config.replaced(cfg, {"quant.forward": "w8a8", "quant.backward": "int8"}), MACHINES["h200"])
+    low = forecast.of_run(config.replaced(cfg, {"quant.forward": "w8a8", "quant.backward": "fp8"}), MACHINES["h200"])
     assert low.seconds["update"] < found["w8a8"].seconds["update"]
     assert {**low.seconds, "update": 0} == {**found["w8a8"].seconds, "update": 0}
-    assert any("quant.backward=int8" in line for line in forecast.unknown({"w8a8": low}, MACHINES["h200"]))
+    assert any("quant.backward=fp8" in line for line in forecast.unknown({"w8a8": low}, MACHINES["h200"]))
     assert not any("quant.backward" in line for line in forecast.unknown(found, MACHINES["h200"]))
 
 
@@ -128,6 +129,14 @@ def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     made = config.from_dict(tree, "test")
     assert made.quant.forward == said.split("To start from (")[1].split(")")[0]
     assert made.rollout.engine_name == "vllm"
+
+
+def test_a_model_that_the_default_scheme_cannot_quantize_is_forecast_under_others(tmp_path, capsys):
+    shape = json.loads(pathlib.Path("assets/tiny-qwen3/config.json").read_text()) | {"hidden_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    schemes = advised(capsys, "--model", str(tmp_path), "--device", "h100")["schemes"]
+    assert "group size" in schemes["w4a16"]["problem"]
+    assert schemes["w8a8"]["step_s"] > 0
 
 
 def test_an_unmeasured_machine_and_a_model_that_does_not_fit_are_said(capsys):

@@ -163,10 +163,11 @@ def test_int8_layers_are_one_float64_sum(kernels, m, n, k, with_bias):
     np.testing.assert_array_equal(run(kernel, layer, x, bias), want)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in ref.GRIDS if isinstance(ref.GRIDS[n], ref.Asym) and n.endswith(("asym", "shift", "midpoint"))]
-)
-def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, monkeypatch, name):
+ASYMMETRIC = [n for n in ref.GRIDS if isinstance(ref.GRIDS[n], ref.Asym) and n.endswith(("asym", "shift", "midpoint"))]
+
+
+@pytest.mark.parametrize(("name", "twice"), [*((name, 0) for name in ASYMMETRIC), ("w3a16_asym", 64)])
+def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, monkeypatch, name, twice):
     import torch
 
     grid, widths, k, group = ref.GRIDS[name], [48, 16], 256, 32
@@ -175,11 +176,15 @@ def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, mon
     parts = [grid.arrays(w, scheme) for w in masters]
     assert parts[0]["tensor_scale"].item() != parts[1]["tensor_scale"].item()
     weight = np.concatenate([grid.value(part) for part in parts]).astype(np.float64)
-    kernel = kernels.Float64AsymmetricLinear(grid.bits, group, name.endswith("midpoint"))
+    own = k - twice  # inputs; some of them are there once more
+    kernel = kernels.Float64AsymmetricLinear(grid.bits, group, name.endswith("midpoint"), twice / own)
     layer = torch.nn.Module()
     monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
-    kernel.create_weights(layer, widths, k, weight_loader=None)
+    kernel.create_weights(layer, widths, own, weight_loader=None)
+    index = np.where(np.arange(twice) < 40, rng.permutation(own)[:twice], own)  # those of index `own` are zeros
+    if twice:
+        layer.input_index.data.copy_(torch.from_numpy(index).expand(2, -1))
     names = dict(zip(("codes", "codes_low"), kernel.codes, strict=False))
     names |= {"scales": "weight_scale", "zero_points": kernel.zeros, "tensor_scale": "weight_tensor_scale"}
     for array, leaf in names.items():
@@ -189,11 +194,12 @@ def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, mon
     kernel.process_weights_after_loading(layer)
     assert sum(p.numel() * p.element_size() for p in layer.parameters()) == 64 * (
         k * grid.bits // 8 + 2 * k // group + 4
-    )
-    x, bias = activations(5, k), activations(1, 64, seed=8)[0]
+    ) + 4 * k * bool(twice)
+    x, bias = activations(5, own), activations(1, 64, seed=8)[0]
+    wide = np.concatenate([x, np.pad(x, ((0, 0), (0, 1)))[:, index]], axis=1).astype(np.float64)
     for decoded, b in ((2**18, None), (2**18, bias), (7 * k, bias)):  # outputs at once change nothing
         monkeypatch.setattr(kernels, "_DECODED", decoded)
-        np.testing.assert_array_equal(run(kernel, layer, x, b), once(x.astype(np.float64) @ weight.T, b))
+        np.testing.assert_array_equal(run(kernel, layer, x, b), once(wide @ weight.T, b))
     np.testing.assert_array_equal(run(kernel, layer, x[3:4], bias), run(kernel, layer, x, bias)[3:4])
 
 

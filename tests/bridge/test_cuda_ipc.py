@@ -12,7 +12,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge.client import sender
+from qarl_bridge.client import one_base, sender
 from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc
@@ -50,6 +50,26 @@ device.close_mapping(pointer)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["weights", str(int(source.sum()))]
     gpu.free(pointer)
+
+
+def test_a_base_on_a_gpu_is_read_by_another_process_once_it_is_written(library_path):
+    memory = one_base.GpuMemory(8192, 0, library_path)
+    source = np.arange(1000, dtype=np.uint8)
+    code = f"""
+import ctypes
+from qarl_bridge.transport import cuda_ipc
+device = cuda_ipc.find({memory.place.device!r}, cuda_ipc.load({library_path!r}))
+pointer = device.open({memory.place.handle!r}, 8192)
+print(sum(ctypes.string_at(pointer, 8192)))
+input()
+print(sum(ctypes.string_at(pointer + 4096, 1000)))
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as engine:  # which is started on an empty base
+        assert engine.stdout.readline() == "0\n"
+        memory.write(4096, source.ctypes.data, 1000)
+        assert engine.communicate("\n")[0] == f"{source.sum()}\n"
+    assert memory.dlpack == (2, 0)
 
 
 def test_gpus_are_counted_without_touching_one(library_path, monkeypatch):

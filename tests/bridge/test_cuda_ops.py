@@ -140,3 +140,18 @@ def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
         want = x.float() @ ops.dequantized(mixed, scale).float().t()
         torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-3)
     """)
+
+
+def test_shards_are_added_by_rank_and_rounded_once(run):
+    run("""
+        torch.manual_seed(0)
+        for shape in ((4, 3, 1000), (2, 1, 8), (4, 0, 8)):
+            # The interpreter has no bfloat16 arithmetic.
+            every = torch.randn(shape).half() * torch.tensor([1.0, 64.0, 1e-3, 8.0])[: shape[0], None, None].half()
+            total = every[0].float()
+            for own in every[1:]:
+                total = total + own.float()
+            assert torch.equal(ops.sum_of_shards(every), total.half())
+            wide = every.float() * 1.1
+            assert torch.equal(ops.sum_of_shards(wide), sum(wide[1:], wide[0]))
+    """)

@@ -3,6 +3,7 @@
 """Read-back of linear layers and fused experts, on modules of torch that keep their weights in layouts of their own."""
 
 import contextlib
+import functools
 import sys
 import types
 
@@ -156,6 +157,26 @@ def test_one_wrong_weight_is_found_and_named(kind):
     tensors[name][3, 5] = tensors[name][3, 5] * 2 + 1 if kind in ("dense", "int8") else tensors[name][3, 5] ^ 1
     # Row 3 of k is row 19 of the fused layer.
     with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40|10|20)\].*1 of 2048 values differ"):
+        read_back(modules, tensors)
+
+
+def test_a_layer_that_has_some_inputs_twice_is_read_back_and_others_are_found():
+    modules, tensors = fused("asym")
+    prefix, live = next(iter(modules.items()))
+    twice = torch.tensor([[3, 31, *[32] * 30]], dtype=torch.int32)  # 32 inputs; the index 32 is a zero
+    for part in "qkv":
+        tensors[f"{prefix.removesuffix('qkv_proj')}{part}_proj.input_index"] = twice
+    whole = live.quant_method.apply
+
+    def apply(layer, x, bias, index=twice):
+        return whole(layer, torch.cat([x, torch.nn.functional.pad(x, (0, 1))[:, index[0]]], dim=1), bias)
+
+    live.quant_method.apply = apply
+    assert read_back(modules, tensors) == (1, 32)
+    other = twice.clone()
+    other[0, 0] = 4
+    live.quant_method.apply = functools.partial(apply, index=other)
+    with pytest.raises(BridgeError, match="qkv_proj holds"):
         read_back(modules, tensors)
 
 

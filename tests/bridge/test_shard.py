@@ -2,13 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor-parallel engine: what a shard holds of a version, and what is refused. The live one: tests/verify."""
 
+import itertools
+import multiprocessing
 import os
+import queue
 import subprocess
+import threading
 
 import numpy as np
 import pytest
 from qarl_bridge.engine import shard_memory
-from qarl_bridge.engine.shard import Shard
+from qarl_bridge.engine.shard import Shard, whole_record
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
@@ -20,46 +24,140 @@ CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8", "w2a16_asym:g16"])
-def test_the_shards_of_a_version_hold_it_all_once(scheme):
+def test_the_shards_of_a_version_hold_it_all_once(scheme, size):
     whole = {name: np.asarray(array) for name, array in engine_tensors(weights(0, scheme))}
-    parts = [Shard(rank, 2).part_of(whole) for rank in range(2)]
+    if size == 4:  # its inner layers have 64 inputs and 4 groups; those of 32 have two, which four shards cannot share
+        whole = {name: array for name, array in whole.items() if "o_proj" not in name}
+    parts = [Shard(rank, size).part_of(whole) for rank in range(size)]
     assert Shard().part_of(whole) is whole
     cut = {"rows": 0, "columns": 0, "whole": 0}
     for name, array in whole.items():
-        one, other = (part[name] for part in parts)
-        if one.shape == array.shape and "embed" not in name:
-            np.testing.assert_array_equal(one, other)
+        own = [part[name] for part in parts]
+        if own[0].shape == array.shape:
+            for other in own[1:]:
+                np.testing.assert_array_equal(own[0], other)
             cut["whole"] += 1
             continue
         axis = 1 if "o_proj" in name or "down_proj" in name else 0
         cut["columns" if axis else "rows"] += 1
-        np.testing.assert_array_equal(np.concatenate([one, other], axis), array)
+        np.testing.assert_array_equal(np.concatenate(own, axis), array)
     assert all(cut.values()), cut
-    # vLLM fills a vocabulary up to 64 rows a shard: all 64 of them are the first one's.
-    assert len(parts[0]["model.embed_tokens.weight"]) == 64
-    assert len(parts[1]["model.embed_tokens.weight"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "on_gpu", "said"),
+    ("size", "vocabulary", "wanted"), [(4, 151936, [37984] * 4), (2, 64, [32, 32]), (4, 96, [32, 32, 32, 0])]
+)
+def test_a_vocabulary_is_filled_up_before_it_is_cut(size, vocabulary, wanted):
+    """To a multiple of 64 rows, whatever the number of shards, as vLLM does: Qwen3's 151,936 are 2,374 times 64."""
+    rows = {"model.embed_tokens.weight": np.arange(vocabulary)[:, None]}
+    parts = [Shard(rank, size).part_of(rows)["model.embed_tokens.weight"] for rank in range(size)]
+    assert [len(part) for part in parts] == wanted
+    np.testing.assert_array_equal(np.concatenate(parts), rows["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
     [
-        (CONFIG, {}, True, "on a GPU"),
-        (CONFIG | {"num_experts": 8}, {}, False, "experts"),
-        (CONFIG | {"num_key_value_heads": 1}, {}, False, "1 heads of keys"),
-        (CONFIG, {"record_routing": True}, False, "routing"),
+        (CONFIG | {"num_experts": 8}, {}, "experts"),
+        (CONFIG | {"num_key_value_heads": 1}, {}, "1 heads of keys"),
+        (CONFIG, {"record_routing": True}, "routing"),
     ],
 )
-def test_what_is_not_mirrored_is_refused(config, options, on_gpu, said):
+def test_what_is_not_mirrored_is_refused(config, options, said):
     with pytest.raises(BridgeError, match=f"{said}.*set rollout.engine.tensor_parallel_size=1"):
-        Shard(0, 2).check(config, messages.EngineOptions(tensor_parallel_size=2, **options), on_gpu=on_gpu)
-    Shard(0, 2).check(CONFIG, messages.EngineOptions(tensor_parallel_size=2), on_gpu=False)
-    Shard().check(config, messages.EngineOptions(**options), on_gpu=on_gpu)
+        Shard(0, 2).check(config, messages.EngineOptions(tensor_parallel_size=2, **options))
+    Shard(0, 2).check(CONFIG, messages.EngineOptions(tensor_parallel_size=2))
+    Shard().check(config, messages.EngineOptions(**options))
 
 
-def test_more_than_two_shards_are_refused_in_the_config():
-    with pytest.raises(UserError, match="tensor_parallel_size must be 1 or 2, got 4"):
-        Config(tensor_parallel_size=4)
+def test_three_shards_are_refused_in_the_config():
+    with pytest.raises(UserError, match="tensor_parallel_size must be 1, 2 or 4, got 3"):
+        Config(tensor_parallel_size=3)
+    assert Config(tensor_parallel_size=4).tensor_parallel_size == 4
+
+
+def test_a_gpu_is_named_for_each_shard():
+    Config(tensor_parallel_size=2, replicas=2, visible_gpus="0,1;2,3")
+    with pytest.raises(UserError, match=r"visible_gpus=0,1;2 names 1 GPU\(s\) for .* name one for each shard"):
+        Config(tensor_parallel_size=2, replicas=2, visible_gpus="0,1;2")
+
+
+def test_fewer_gpus_than_shards_are_refused():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(BridgeError, match=r"sees 0 GPU\(s\), and each shard needs one: name them in .*visible_gpus"):
+        Shard(0, 2).take_gpu(torch)
+    Shard().take_gpu(torch)
+
+
+def test_sums_are_added_by_rank_and_rounded_once():
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine import all_reduce
+
+    # 256 + 1 + 1 is 258 in float32; rounded at each addition it stays 256; the other way round it is 258 again.
+    every = torch.tensor([[256.0, 2.0**30], [1.0, 1.0], [1.0, -(2.0**30)]], dtype=torch.bfloat16)
+    assert all_reduce.added(every).tolist() == [258.0, 0.0]
+    assert all_reduce.added(every.flip(0)).tolist() == [258.0, 0.0]
+    every[1, 1], every[2, 1] = -(2.0**30), 1.0
+    assert all_reduce.added(every).tolist() == [258.0, 1.0]  # by rank: another order would lose the 1
+
+
+def test_a_module_is_put_together_from_what_the_shards_recorded():
+    def part(module, inputs, outputs):
+        arrays = ([messages.Array.of(np.asarray(x, np.float32)) for x in side] for side in (inputs, outputs))
+        return messages.Recorded(module=module, inputs=next(arrays), outputs=next(arrays))
+
+    def values(arrays):
+        return [array.numpy().tolist() for array in arrays]
+
+    x = [[9.0]]
+    fused = [part("l.qkv_proj", [x], [[[q, q + 1, k, v]]]) for q, k, v in ((0, 4, 6), (2, 5, 7))]
+    made = whole_record(fused, [2, 1, 1])
+    assert values(made.outputs) == [[[0, 1, 2, 3, 4, 5, 6, 7]]]
+    assert values(made.inputs) == [x]
+    rows = [part("l.o_proj", [[[1.0]]], [x]), part("l.o_proj", [[[2.0]]], [x])]
+    assert values(whole_record(rows, [1]).inputs) == [[[1.0, 2.0]]]
+    assert values(whole_record(rows, [1]).outputs) == [x]
+    block = [part("model.layers.0", [x], [x])] * 2
+    assert whole_record(block, []) is block[0]
+
+
+def test_a_shard_that_fails_takes_what_is_still_sent(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine import tensor_parallel
+
+    sent = queue.SimpleQueue()
+    here, there = multiprocessing.Pipe()
+
+    def broadcast(x):
+        if threading.current_thread() is threading.main_thread():
+            sent.put(x.clone())
+        else:
+            x.copy_(sent.get(timeout=10))
+
+    monkeypatch.setattr(tensor_parallel, "_broadcast", broadcast)
+    found = []
+
+    def follow():
+        for most in (1, 9):
+            received = tensor_parallel._Received(there, "cpu")
+            found.append(
+                [{name: x.tolist() for name, x in layer.items()} for layer in itertools.islice(received, most)]
+            )
+            received.end()
+
+    other = threading.Thread(target=follow)
+    other.start()
+    version = {f"model.layers.{n}.a.weight": np.full(2, n, np.float32) for n in range(3)}
+    for _ in range(2):
+        stream = tensor_parallel._Sent([version], lambda *message: here.send(message), torch.from_numpy)
+        own = [list(layer) for layer in stream]
+        stream.end()
+    other.join(10)
+    assert own == [[name] for name in version]
+    assert [len(layers) for layers in found] == [1, 3]
+    assert found[1][2] == {"model.layers.2.a.weight": [2.0, 2.0]}
 
 
 def test_files_of_a_killed_engine_are_removed_and_those_of_a_live_one_stay(tmp_path):

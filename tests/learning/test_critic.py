@@ -22,6 +22,7 @@ from qarl_jax.loss import get_term
 from qarl_jax.loss.advantages import Gae
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import values as reduced
+from qarl_jax.models import sums
 from qarl_jax.observe import recorder
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.optim.build import AdamW, labels
@@ -31,6 +32,7 @@ from qarl_jax.runtime.mesh import batch_sharding, make_mesh
 from qarl_jax.types import UserError
 from tests.reference import loss_reference as reference
 from tests.reference import tiny
+from tests.reference.learners import assert_same_bits
 from tests.reference.rollouts import completion, group_of
 
 ROWS = 8
@@ -286,6 +288,34 @@ def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
     assert explained[-1] > 0.8
     assert losses[-1] < 0.1 * losses[0]
     assert int(critic.state.updates) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
+def test_gradients_are_added_in_the_backward_to_the_bits_of_those_added_afterwards(monkeypatch):
+    """The gradient of several micro-batches; and the second copy of it is gone from the program's memory."""
+    rows, critic = packed(), make(head=True)
+    micros = put(critic, rows, ROWS // 4)
+    (targets,) = critic.judge([micros], per_pass=1).targets
+    counts = jnp.float32(rows.num_tokens), jnp.float32(rows.num_sequences)
+
+    def accumulated():
+        """(gradient, bytes that the program needs beside its arguments and results)."""
+        program = jax.jit(lambda *args: critic._accumulate_fn(*args), donate_argnums=(0,))
+        with jax.set_mesh(critic.mesh):
+            grads = jax.tree.map(jnp.zeros_like, critic.state.params)
+            rest = critic.state.params, critic.frozen
+            used = program.lower(grads, *rest, micros[0], targets[0], *counts).compile().memory_analysis()
+            for micro, target in zip(micros, targets, strict=True):
+                grads, _ = program(grads, *rest, micro, target, *counts)
+        return jax.device_get(grads), used.temp_size_in_bytes
+
+    found, less = accumulated()
+    monkeypatch.setattr(sums, "in_place", lambda dtype: False)
+    wanted, more = accumulated()
+    assert len(micros) > 1
+    assert_same_bits(found, wanted)
+    assert less < more
 
 
 @pytest.mark.slow

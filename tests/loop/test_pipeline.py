@@ -10,7 +10,7 @@ import pytest
 
 from qarl_jax import train
 from qarl_jax.loop import updates
-from qarl_jax.loop.pipeline import Scoring, drained, graded
+from qarl_jax.loop.pipeline import Scoring, graded
 from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.observe.recorder import read_lines
 from qarl_jax.rollout import RolloutEngine
@@ -45,8 +45,8 @@ def drawn(order, before=lambda index: None):
 @pytest.mark.parametrize("order", [range(8), range(7, -1, -1), (1, 6, 0, 3, 2, 7, 5, 4)])
 def test_the_order_in_which_completions_end_changes_no_grade(order):
     arrived = []
-    stream = graded(drawn(order), PROMPTS, 2, grade, PhaseTimer())
-    groups, parts = drained(stream, lambda number, group: arrived.append((number, group)))
+    add = lambda number, group: arrived.append((number, group))  # noqa: E731
+    groups, parts = graded(drawn(order), PROMPTS, 2, grade, PhaseTimer(), add)
     wanted, wanted_parts = grade(PROMPTS, COMPLETIONS)
     assert [group.prompt.uid for group in groups] == [group.prompt.uid for group in wanted]
     for found, expected in zip(groups, wanted, strict=True):
@@ -58,26 +58,23 @@ def test_the_order_in_which_completions_end_changes_no_grade(order):
 
 
 def test_no_prompt_gives_no_group():
-    assert drained(graded(drawn(()), [], 2, grade, PhaseTimer())) == ([], {})
+    assert graded(drawn(()), [], 2, grade, PhaseTimer()) == ([], {})
 
 
-def test_a_group_is_graded_and_passed_on_while_others_are_still_drawn():
-    begun, events = threading.Event(), []
+def test_a_group_is_graded_and_passed_on_while_the_next_completion_is_still_drawn():
+    passed, events = threading.Event(), []
 
-    def noticed(*args):
-        begun.set()
-        return grade(*args)
+    def add(number, group):
+        events.append(f"group {number}")
+        passed.set()
 
     def wait(index):
+        if index == 2:
+            assert passed.wait(10)  # the first group is there although no other completion ends
         events.append(index)
-        if index == 4:
-            assert begun.wait(10)  # the first groups are graded although the caller waits for the rest
-        if index == 7:
-            time.sleep(0.1)
 
-    stream = graded(drawn(range(8), wait), PROMPTS, 2, noticed, PhaseTimer())
-    drained(stream, lambda number, group: events.append(f"group {number}"))
-    assert events.index("group 0") < events.index(7)
+    graded(drawn(range(8), wait), PROMPTS, 2, grade, PhaseTimer(), add)
+    assert events[:3] == [0, 1, "group 0"]
 
 
 def test_what_a_reward_raises_is_raised_and_ends_the_drawing():
@@ -96,7 +93,7 @@ def test_what_a_reward_raises_is_raised_and_ends_the_drawing():
             closed.append(True)
 
     with pytest.raises(ValueError, match="no such answer"):
-        drained(graded(endless(), PROMPTS, 2, refuse, PhaseTimer()))
+        graded(endless(), PROMPTS, 2, refuse, PhaseTimer())
     assert closed == [True]
 
 
@@ -104,9 +101,9 @@ GROUPS = [group_of([completion([i, i + 1])], [1], uid=str(i)) for i in range(4)]
 
 
 def scored(calls):
-    def score(groups):
+    def score(number, groups):
         calls.append([group.prompt.uid for group in groups])
-        return np.array([[float(group.prompt.uid)] for group in groups]), "made"
+        return groups, np.array([[float(group.prompt.uid)] for group in groups]), "made"
 
     return score
 

@@ -7,99 +7,21 @@ The sampler is the embedded one in float64, which is aligned: its log-probs are 
 """
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qarl_jax.loop import proximal
-from qarl_jax.loop.publisher import Publisher
-from qarl_jax.loop.session import Session
-from qarl_jax.loop.updates import Updates
-from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.run import config
 from qarl_jax.types import VersionSpan
 from qarl_jax.verify import alignment
-from tests.reference import tiny
+from tests.reference.aligned import STEPS, Run, assert_same_bits
 from tests.reference.rollouts import completion, group_of
-
-STEPS = 5
-
-
-class Run:
-    """Five steps of two updates each, under either setting, of one learner and one engine: one set of programs.
-
-    Args:
-      rows: `train.micro_batch_rows`; 8: an update is one program, 4: several gradients, then the optimizer.
-    """
-
-    def __init__(self, folder, rows):
-        self.cfg = (
-            tiny.World(folder)
-            .changed(
-                model={"dtype": "bfloat16"},
-                quant={"forward": "w8a8", "engine": "cpu", "code_flips": False},
-                optimizer={"name": "adamw", "lr": 0.004},
-                loss={"name": "tbpo", "clip_high": 1.0, "neg_clip_low": 1.0, "neg_clip_high": 1.0, "mismatch": "tis"},
-                train={"micro_batch_rows": rows},
-            )
-            .config
-        )
-        self.session = Session(self.cfg)
-        self.masters = jax.device_get(self.session.state.params)
-        self.draw, self.score, self.passes = self.session.engine.draw, self.session.learner.score, 0
-        self.session.learner.score = self.scoring
-
-    def scoring(self, *args):
-        self.passes += 1
-        return self.score(*args)
-
-    def steps(self, setting, tampered=None):
-        """(state, record per step, sentences, calls of the scoring program) from the first masters on.
-
-        Args:
-          setting: train.proximal.
-          tampered: (step, response, by how much): its middle token is reported lower, by an ulp at least.
-        """
-        session, said, self.passes = self.session, [], 0
-        session.step, session.state = (
-            0,
-            session.learner.init(jax.tree.map(lambda x: jnp.array(x, copy=True), self.masters)),
-        )
-        session._publisher = Publisher(self.cfg, session.learner, session.engine)
-        cfg = config.replaced(self.cfg, {"train.proximal": setting})
-        session._updates = Updates(cfg, session.learner, session._publisher, PhaseTimer(), say=said.append)
-        session.engine.draw = self.draw if tampered is None else functools.partial(self.drawing, *tampered)
-        session.publish()
-        records = [session.train_step() for _ in range(STEPS)]
-        return jax.device_get(session.state.entries()), [steady(record) for record in records], said, self.passes
-
-    def drawing(self, step, response, amount, requests, *, sampling):
-        for index, drawn in self.draw(requests, sampling=sampling):
-            if (self.session.step, index) == (step, response):
-                logprobs = drawn.logprobs.copy()
-                middle = len(logprobs) // 2
-                logprobs[middle] = np.nextafter(logprobs[middle] - np.float32(amount), np.float32(-100))
-                drawn = dataclasses.replace(drawn, logprobs=logprobs)
-            yield index, drawn
-
-
-def steady(record):
-    """A record without what depends on the clock."""
-    return {key: value for key, value in record.items() if not key.startswith("time/")}
 
 
 def without(records, *keys):
     return [{key: value for key, value in record.items() if key not in keys} for record in records]
-
-
-def assert_same_bits(found, wanted):
-    leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
-    for (path, a), b in leaves:
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
 @pytest.fixture(scope="module", params=[8, pytest.param(4, marks=pytest.mark.nightly)])
@@ -223,12 +145,9 @@ def test_once_a_token_differed_nothing_is_taken():
     assert told.startswith("step 3, update 1 of 2 is discarded; the learner scores old log-probs from here on")
 
 
-def test_later_micro_batches_are_chosen_by_seed_and_step_alone():
-    made, _ = decision(*VLLM)
-    again, _ = decision(*VLLM)
-    other, _ = decision(*VLLM, "seed=1")
-    first = made.chosen(7, 4000)
-    assert np.array_equal(first, again.chosen(7, 4000))
-    assert not np.array_equal(first, made.chosen(8, 4000))
-    assert not np.array_equal(first, other.chosen(7, 4000))
-    assert first.mean() == pytest.approx(alignment.CHECKED, rel=0.3)
+def test_the_steps_that_are_checked_are_drawn_by_seed_and_step_alone():
+    (made, _), (again, _), (other, _) = decision(*VLLM), decision(*VLLM), decision(*VLLM, "seed=1")
+    first = [made.checks(step) for step in range(2000)]
+    assert first == [again.checks(step) for step in range(2000)]
+    assert first != [other.checks(step) for step in range(2000)]
+    assert np.mean(first) == pytest.approx(alignment.CHECKED, rel=0.3)

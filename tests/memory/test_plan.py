@@ -163,6 +163,20 @@ def test_a_frozen_base_takes_one_buffer_and_none_where_the_plan_may_choose(run):
     assert any("the base goes through host memory" in line for line in made.lines())
 
 
+def test_an_nvfp4_base_that_learner_and_engine_hold_once_is_counted_once(run):
+    adapters = ("lora={rank: 8, alpha: 8}", "quant.forward=nvfp4")
+    once, twice = (plan.make(run(*adapters, f"rollout.engine.transport={way}"), H200) for way in ("auto", "host"))
+    assert "QTensors" in once.learner
+    assert once.learner["QTensors"] == 0
+    assert once.one_base == twice.learner["QTensors"] > GIB
+    assert once.one_base == pytest.approx(twice.engine["weights"] - once.engine["weights"], rel=1e-3)
+    assert once.staging == twice.staging == twice.one_base == 0
+    free = [made.size - made.one_base - sum(made.learner.values()) - made.engine["weights"] for made in (once, twice)]
+    assert free[0] - free[1] == pytest.approx(once.one_base, rel=1e-3)
+    assert any("base, of learner and engine" in line for line in once.lines())
+    assert "held once by learner and engine" in plan.describe(run(*adapters, "rollout.engine.transport=auto"))
+
+
 def test_a_chunked_version_takes_one_buffer_of_the_gpu(run):
     chunked = "rollout.engine.staging_buffers=0"
     whole, parts = plan.make(run("rollout.engine.staging_buffers=1"), H200), plan.make(run(chunked), H200)
@@ -198,6 +212,9 @@ def test_bfloat16_masters_are_advised_with_the_rounding_that_moves_them(run):
     )
     advised = choose.savings(run(*words, "optimizer.offload=true"), smallest * GIB)
     assert {"model.param_dtype=bfloat16", "optimizer.master_rounding=stochastic"} <= set(advised)
+    rounded = run(*words, "model.param_dtype=bfloat16", "optimizer.master_rounding=stochastic")
+    smallest = next(size for size in range(60, 20, -1) if not choose.fits(rounded, size * GIB))
+    assert choose.savings(rounded, smallest * GIB) == ["optimizer.offload=true"]
     with pytest.raises(UserError, match=r"is for bfloat16 masters: set model\.param_dtype=bfloat16"):
         run("optimizer.master_rounding=stochastic")
 
@@ -285,6 +302,33 @@ def test_a_mesh_of_all_gpus_is_laid_out_with_an_engine_on_each(run, monkeypatch)
     monkeypatch.setattr(plan.sender, "gpu_count", lambda: 3)
     with pytest.raises(UserError, match=r"micro_batch_rows=2 is not a multiple of .* = 3"):
         choose.settle(run("mesh.fsdp=-1"), H200)
+
+
+def test_an_engine_of_two_shards_takes_a_pair_of_the_learners_gpus(run, monkeypatch):
+    monkeypatch.setattr(plan, "on_gpu", lambda: True)
+    monkeypatch.setattr(plan.sender, "gpu_count", lambda: 4)
+    words = ("mesh.fsdp=-1", "rollout.engine.memory=auto", "train.micro_batch_rows=4")
+    alone, whole = choose.settle(run(*words), H200)
+    settled, made = choose.settle(run(*words, "rollout.engine.tensor_parallel_size=2"), H200)
+    assert (settled.rollout.engine.replicas, settled.rollout.engine.visible_gpus) == (2, "0,1;2,3")
+    assert (alone.rollout.engine.replicas, whole.engines, made.engines) == (4, 4, 4)
+    assert made.engine["weights"] == whole.engine["weights"] // 2
+    assert made.engine["shards meet (estimate)"] > 2**30
+    with pytest.raises(UserError, match=r"tensor_parallel_size=4 does not divide the learner's 2 GPUs"):
+        choose.with_engines(run("mesh.fsdp=2", *words[1:], "rollout.engine.tensor_parallel_size=4"))
+
+
+@pytest.mark.slow
+def test_an_engine_that_one_gpu_does_not_hold_is_spread_over_several(tmp_path):
+    """Qwen3-32B in bf16 takes 61 GiB: over four GPUs it lies beside an eighth of the learner."""
+    shapes = qwen3(
+        vocab=151936, hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8, head_dim=128,
+        attention_bias=False,
+    ) | {"max_position_embeddings": 40960}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    words = [f"model.path={tmp_path}", "mesh.fsdp=8", "train.micro_batch_rows=8", "quant.forward=bf16"]
+    with pytest.raises(UserError, match=r"It fits with: .*rollout.engine.tensor_parallel_size=4"):
+        choose.settle(config.load("configs/one_h200_8b.yaml", [*words, "rollout.engine.memory=auto"]), H100)
 
 
 def test_every_choice_says_what_it_costs(run):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from benchmarks import random_folder
+from tests.reference import split_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 # Of a page of 128 tokens: the longest prompts need two, what they have alike is one, and a response grows into another.
@@ -24,6 +25,14 @@ SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --up
 def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     pytest.importorskip("vllm")
     assert compared(tmp_path, "assets/tiny-qwen3", scheme, "--conditions", "all") == 7
+
+
+@pytest.mark.nightly
+def test_no_token_differs_where_channels_are_split(tmp_path):
+    pytest.importorskip("vllm")
+    split_model.make("assets/tiny-qwen3", tmp_path / "model", "w2a16_asym:g32", 0.25, "bfloat16")
+    conditions = ["--conditions", "plain", "samples", "--updates", "1"]
+    assert compared(tmp_path, str(tmp_path / "model"), "w2a16_asym:g32", *conditions) == 4
 
 
 @pytest.mark.nightly

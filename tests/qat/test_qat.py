@@ -182,6 +182,16 @@ def test_distillation_on_the_models_own_text_brings_the_distributions_together(w
     assert set(receipt["perplexity"]) == {"full", "trained", "rounded", "distilled"}
 
 
+@pytest.mark.slow
+def test_distillation_alone_begins_with_the_model(world, trained):
+    learned = {"epochs": 6, "batch": 2, "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.0}}
+    assert run(world, tree(world, "alone", train=None, distill=learned)) == 0
+    receipt = made.read_receipt(world.folder / "alone", "qat.json")
+    for kind in ("full", "rounded"):
+        assert receipt["perplexity"][kind] == pytest.approx(trained[1]["perplexity"][kind], rel=1e-4)
+    assert np.mean(receipt["kl"][-4:]) < 0.6 * np.mean(receipt["kl"][:4])
+
+
 def test_the_divergence_is_that_of_the_formula():
     rng = np.random.default_rng(0)
     low, full, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((7, 8), (7, 8), (30, 8)))
@@ -201,11 +211,16 @@ class KilledError(Exception):
     pass
 
 
-# In the last stage of the second layer; behind a checkpoint of the first.
+# In the last stage of the second layer; behind a checkpoint of the first; where nothing but the start is in files.
 @pytest.mark.parametrize(
-    "after", [pytest.param(41, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)]
+    ("after", "every"),
+    [
+        pytest.param(41, 5, marks=pytest.mark.slow),
+        pytest.param(8, 5, marks=pytest.mark.nightly),
+        pytest.param(41, 1000, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after, monkeypatch):
+def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after, every, monkeypatch):
     step, left = updates.Trainer.fit, [after]
 
     def killed(self, params, inputs, folder, task):
@@ -217,7 +232,7 @@ def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after,
 
         return step(self, params, counted, folder, task)
 
-    values = tree(world, f"killed_{after}")
+    values = tree(world, f"killed_{after}_{every}", save_every=every)
     monkeypatch.setattr(blocks, "capacity", lambda: 1 << 30)  # rows of a layer are held at once, as on a GPU
     with monkeypatch.context() as patch:
         patch.setattr(updates.Trainer, "fit", killed)
@@ -278,7 +293,7 @@ def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinishe
 
 def test_damaged_work_is_told(unfinished):
     _, cfg, job = unfinished
-    blocks.Progress(cfg.work).finish(None, 0)
+    blocks.Progress(cfg.work).finish([], 0)
     file = blocks.Progress(cfg.work).path(0, "trained")
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(UserError, match=r"00000\.trained\.safetensors have changed\. Start over with --force"):
@@ -346,6 +361,7 @@ def test_too_little_text_is_told(world, capsys):
         ({"stages": ["w4a16:g40"]}, r"cannot quantize model\.layers\..*not a multiple of the group size 40"),
         ({"stages": []}, "stages names one low-bit scheme or more"),
         ({"stages": ["bf16"]}, "stages names one low-bit scheme or more"),
+        ({"train": None}, "train and distill are both null"),
         ({"train": {"batch": 64}}, r"train\.batch=64 is more than text\.rows=8"),
     ],
 )

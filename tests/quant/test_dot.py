@@ -513,36 +513,40 @@ def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "config",
     [c if c in (w8a8.Config(), w4a16.Config(32)) else pytest.param(c, marks=pytest.mark.nightly) for c in CONFIGS],
     ids=named,
 )
 @as_a_run
-def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
-    x, w, b = data()
-    half, alone = K // 2, resolve("cpu")
-    shards = dataclasses.replace(alone, shards=2)
+def test_shards_scale_and_round_their_own_parts_of_a_layers_inputs(config, count):
+    """Their sum is made by rank, in float32, and rounded once."""
+    x, w, b = data(k=count * 128)
+    size, alone = w.shape[1] // count, resolve("cpu")
+    shards = dataclasses.replace(alone, shards=count)
     qt = quant.quantize(w, config)
     x = jnp.asarray(x, jnp.bfloat16)
 
     def part(array, shard):
-        size = array.shape[-1] // 2
-        return array if array.shape[-1] == 1 else array[..., shard * size : (shard + 1) * size]
+        own = array.shape[-1] // count
+        return array if array.shape[-1] == 1 else array[..., shard * own : (shard + 1) * own]
 
-    halves = [
+    parts = [
         quant.dot(
-            x[:, shard * half : (shard + 1) * half],
-            w[:, shard * half : (shard + 1) * half],
+            x[:, shard * size : (shard + 1) * size],
+            w[:, shard * size : (shard + 1) * size],
             quant.QTensor({name: part(array, shard) for name, array in qt.arrays.items()}, qt.scheme),
             None if shard else b,
             numerics=alone,
         )
-        for shard in range(2)
+        for shard in range(count)
     ]
-    wanted = ref.bf(np.asarray(halves[0], np.float32) + np.asarray(halves[1], np.float32))
+    total = np.asarray(parts[0], np.float32)
+    for own in parts[1:]:
+        total = total + np.asarray(own, np.float32)
     found = quant.dot(x, w, qt, b, numerics=shards)
-    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), ref.bf(total))
     assert (np.asarray(found) != np.asarray(quant.dot(x, w, qt, b, numerics=alone))).any()
 
     def loss(x, w):
@@ -551,7 +555,7 @@ def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
     dx, dw = jax.grad(loss, argnums=(0, 1))(x, jnp.asarray(w))
     assert dx.shape == x.shape
     assert dw.shape == w.shape
-    assert np.abs(np.asarray(dw)).min() > 0  # straight through, in both halves
+    assert np.abs(np.asarray(dw)).min() > 0  # straight through, in all parts
 
 
 @pytest.mark.parametrize("k", [96, 32], ids=["of_three", "the_only_one"])
@@ -566,3 +570,13 @@ def test_only_layers_whose_inputs_are_spread_have_shards():
     numerics = dataclasses.replace(resolve("cpu"), shards=2)
     assert numerics.of_layer(64, 64).shards == 1
     assert numerics.of_layer(64, 64, spread_inputs=True).shards == 2
+
+
+def test_a_shards_part_of_a_layer_says_into_how_many_parts_its_inputs_are_cut():
+    """On CUDA: Qwen3-1.7B's gate and up (12,288 outputs), o and down; alone, and as one of four shards."""
+    alone = resolve("cuda")
+    four = dataclasses.replace(alone, shards=4)
+    assert (alone.of_layer(12288, 2048).splits, four.of_layer(12288, 2048).splits) == (1, 2)
+    assert four.of_layer(12288, 2048) == alone.of_layer(3072, 2048)
+    assert (alone.of_layer(2048, 2048, True).splits, four.of_layer(2048, 2048, True).splits) == (2, 1)
+    assert four.of_layer(2048, 6144, True) == dataclasses.replace(alone.of_layer(2048, 1536), shards=4)

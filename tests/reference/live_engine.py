@@ -23,7 +23,7 @@ import numpy as np
 from qarl_bridge.client import sender
 from qarl_bridge.engine import fast_load
 from qarl_bridge.engine.engine import VllmEngine
-from qarl_bridge.protocol import messages
+from qarl_bridge.protocol import formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import bridge as server
 from qarl_bridge.server import staged
@@ -32,7 +32,6 @@ from qarl_bridge.transport.zeromq import Listener
 
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
 from qarl_jax.verify import ladder
 
@@ -100,7 +99,7 @@ def chunked() -> Iterator[None]:
     def layers(sweep: Any) -> Any:
         def parts(copy: Any) -> Iterator[dict[str, Any]]:
             named = {name: array for part in sweep(copy) for name, array in part.items()}
-            for _, names in itertools.groupby(named, gpu_staging._layer_of):
+            for _, names in itertools.groupby(named, formats.layer_of):
                 held = {name: named[name].copy() for name in names}
                 yield held
                 for array in held.values():

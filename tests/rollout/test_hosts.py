@@ -126,6 +126,7 @@ def test_engines_of_a_process_are_on_its_own_gpus_in_turn(monkeypatch):
     assert gpu_staging.own_gpus(3) == "2;3;2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert gpu_staging.own_gpus(2) == "6;7"
+    assert gpu_staging.own_gpus(2, shards=2) == "6,7;6,7"
     monkeypatch.setattr(gpu_staging.jax, "local_devices", lambda: [Device(0, "cpu")])
     assert gpu_staging.own_gpus(2) == ""
 

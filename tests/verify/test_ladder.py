@@ -171,12 +171,19 @@ def left_behind():
 
 @pytest.mark.vllm
 @pytest.mark.nightly
-@pytest.mark.parametrize("rank", [0, 8])
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "w4a16:g64", "bf16"])
-def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme, rank, left_behind):
-    """Each shard scales its own inputs of o and down, and rounds its own sum; an adapter has the inputs of both."""
+@pytest.mark.parametrize(
+    ("scheme", "shards", "rank"),
+    [
+        *((scheme, 2, rank) for scheme in ("w8a8", "w4a8", "fp8", "w4a16:g64", "bf16") for rank in (0, 8)),
+        *((scheme, 4, 0) for scheme in ("w8a8", "w4a16:g32", "nvfp4", "bf16")),
+        ("w4a16:g32", 4, 8),
+    ],
+)
+def test_an_engine_of_several_shards_is_mirrored_to_the_last_bit(tmp_path, scheme, shards, rank, left_behind):
+    """Each shard scales its own inputs of o and down, and rounds its own sum; an adapter has the inputs of all."""
     pytest.importorskip("vllm")
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": shards}
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | heads))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     models.save_hf(models.random_model(config, 0), tmp_path)
     options = ladder.Options(
@@ -185,13 +192,14 @@ def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme, r
         response_len=12,
         threads=1,
         unaligned=False,
-        tensor_parallel_size=2,
+        tensor_parallel_size=shards,
         lora_rank=rank,
     )
     result = ladder.climb(str(tmp_path), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
     ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
-    assert all(ok[name] for name in ("hash at load", "read-back", "prefill", "sampled tokens"))
+    rungs = ("hash at load", "read-back", "linear layers", "blocks", "prefill", "sampled tokens")
+    assert all(ok[name] for name in rungs), result["rungs"]
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["decode_prefill"]["equal"] == 1
 

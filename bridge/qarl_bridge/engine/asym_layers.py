@@ -5,6 +5,8 @@
 vLLM has no layer for two and three bits, for e4m3 scales under a float32 one, or for zero points of slices. Here a
 layer's parameters are the arrays that are published: codes densely in bytes, scales, zero points; and t of each part
 that vLLM fuses (q, k and v; gate and up). A weight is bf((q - z) s t), q in steps of eight bits.
+
+Where config.json says that channels are split, a layer has some inputs twice: those of `input_index`, behind its own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
@@ -29,12 +32,13 @@ class AsymmetricLayer(CompressedTensorsScheme):
       bits: of a code, 2, 3, 4 or 8.
       group_size: inputs per scale and zero point.
       midpoint: whether a code stands for the middle of its steps.
+      share: of a layer's inputs that it has twice.
     """
 
     is_batch_invariant: ClassVar[bool] = True
 
-    def __init__(self, bits: int, group_size: int, midpoint: bool):
-        self.bits, self.group_size = bits, group_size
+    def __init__(self, bits: int, group_size: int, midpoint: bool, share: float = 0.0):
+        self.bits, self.group_size, self.share = bits, group_size, share
         self.middle = 2 ** (7 - bits) if midpoint else 0
         self.codes = [f"weight_u{width}" for width in formats.LANES[bits]]
         self.zeros = "weight_zero_point" + "_mid" * midpoint
@@ -54,7 +58,8 @@ class AsymmetricLayer(CompressedTensorsScheme):
     ) -> None:
         """Make parameters as they are published: uint8 [N, K width/8] of each part of a code, e4m3 and uint8 [N, K/G],
         float32 [parts]."""
-        n, k = sum(output_partition_sizes), input_size_per_partition
+        twice = formats.places(input_size_per_partition, self.share, self.group_size)
+        n, k = sum(output_partition_sizes), input_size_per_partition + twice
         layer.logical_widths = output_partition_sizes
         made = {"weight_loader": weight_loader}
         matrix = made | {"input_dim": 1, "output_dim": 0}
@@ -67,11 +72,26 @@ class AsymmetricLayer(CompressedTensorsScheme):
         parts = PerTensorScaleParameter(data=torch.empty(len(output_partition_sizes), dtype=torch.float32), **made)
         for name, value in ((self.zeros, zeros), ("weight_scale", scales), ("weight_tensor_scale", parts)):
             layer.register_parameter(name, value)
+        if twice:
+            index = torch.empty(len(output_partition_sizes), twice, dtype=torch.int32)
+            layer.register_parameter(formats.INDEX, PerTensorScaleParameter(data=index, **made))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """t of each part -> of each output, float32 [N]; at load and at every reload."""
+        """t of each part -> of each output, float32 [N]; the index of inputs that are there twice -> of all inputs,
+        int32 [K]. At load and at every reload."""
         widths = torch.tensor(layer.logical_widths, device=layer.weight_tensor_scale.device)
         self.keep(layer, "weight_tensor_scale", layer.weight_tensor_scale.data.repeat_interleave(widths))
+
+        if self.share and hasattr(layer, formats.INDEX):
+            twice = getattr(layer, formats.INDEX).data[0]
+            own = torch.arange(layer.weight_scale.shape[1] * self.group_size - len(twice), device=twice.device)
+            self.keep(layer, formats.INDEX, torch.cat([own.to(twice.dtype), twice]))
+
+    @staticmethod
+    def inputs(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Activations as the weight's columns want them: those of split channels twice; the one behind all is zero."""
+        index = getattr(layer, formats.INDEX, None)
+        return x if index is None else torch.nn.functional.pad(x, (0, 1)).index_select(-1, index)
 
     @staticmethod
     def keep(layer: torch.nn.Module, name: str, value: torch.Tensor) -> None:
@@ -97,7 +117,9 @@ def serve(kind: type[AsymmetricLayer]) -> None:
         if format_ not in formats.ASYMMETRIC:
             return original(self, layer, layer_name)
         weights = found["weights"]
-        return kind(weights.num_bits, weights.group_size, formats.ASYMMETRIC.index(format_) == 1)
+        split = getattr(get_current_vllm_config().model_config.hf_config, formats.SPLITTING, {})
+        midpoint = formats.ASYMMETRIC.index(format_) == 1
+        return kind(weights.num_bits, weights.group_size, midpoint, split.get("share", 0.0))
 
     get_scheme.is_own = True  # type: ignore[attr-defined]
     config.get_scheme = get_scheme

@@ -19,11 +19,12 @@ What is held afterwards is proved by the functional read-back (readback/linear.p
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,7 +35,7 @@ from qarl_bridge.engine.cpu import build
 from qarl_bridge.engine.machine import Cpu, Cuda, Machine
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.engine.shard import Shard
-from qarl_bridge.protocol import adapters, expert_stacks, formats, messages
+from qarl_bridge.protocol import adapters, expert_stacks, formats, messages, one_base
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import staged_gpu
 from qarl_bridge.server.engine_api import Finished, Parts, Sweeps, lasts
@@ -42,6 +43,7 @@ from qarl_bridge.server.staged import Copy
 
 if TYPE_CHECKING:  # it imports torch, which reads its settings when it is imported
     from qarl_bridge.engine.adapters import Adapters
+    from qarl_bridge.engine.one_base import Base
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
@@ -94,6 +96,16 @@ def _started(arguments: Mapping[str, Any], path: str) -> Any:
         raise BridgeError(f"vLLM could not start on {path}: {type(error).__name__}: {error}", "setup") from error
 
 
+def _join(shard: Shard, *, on_gpu: bool, batch_invariant: bool) -> None:
+    """Before a shard starts: how it meets the others."""
+    if not on_gpu:
+        shard_memory.keep_apart(shard.owner)
+    if batch_invariant:
+        from qarl_bridge.engine import all_reduce
+
+        all_reduce.pin()
+
+
 class VllmEngine:
     """Implements server.Engine: a whole engine, or one shard of it. Everything runs on the calling thread."""
 
@@ -106,7 +118,9 @@ class VllmEngine:
         has_weights: bool,
         options: messages.EngineOptions,
         shard: Shard = Shard(),
+        base: Sequence[one_base.Place] = (),
     ):
+        """base: what of the weights lies in the trainer's memory; `expected` lacks it."""
         self.expected, self.has_weights, self._shard = expected, has_weights, shard
         activations = _int4_activations(config)
         _prepare_environment(activations == "int8")
@@ -114,9 +128,11 @@ class VllmEngine:
         import torch
 
         self._torch = torch
+        shard.check(config, options)
+        if torch.cuda.is_available():
+            shard.take_gpu(torch)
         self._machine: Machine = (Cuda if torch.cuda.is_available() else Cpu)(torch, options)
         on_gpu = self._machine.profile == "cuda"
-        shard.check(config, options, on_gpu=on_gpu)
         try:
             import vllm
         except ImportError as error:
@@ -129,12 +145,16 @@ class VllmEngine:
             options, path=path, has_weights=has_weights, on_gpu=on_gpu, adapters=shapes
         )
         departures = self._machine.replace(config, options)
+        self._one_base = self._opened(base, on_gpu=on_gpu) if base else None
+        invariant = options.arithmetic == "batch_invariant"
         if not shard.is_whole:
-            shard_memory.keep_apart(shard.owner)
-        self._engine = _started(arguments | shard.arguments(), path)
+            _join(shard, on_gpu=on_gpu, batch_invariant=invariant)
+        self._engine = _started(arguments | shard.arguments(batch_invariant=invariant), path)
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
+        if self._one_base is not None:
+            self._one_base.check(self._modules)
         self._routing: Recorder | None = self._worker.recorder
         self._adapters: Adapters | None = self._worker.adapters
         self.met = self._worker.met
@@ -143,6 +163,7 @@ class VllmEngine:
         notes = [*versions.untested_note(vllm.__version__), self._machine.note]
         notes += [] if shard.is_whole else [f"{shard.size} shards, each with its own scales of activations"]
         notes += [f"{len(self._adapters)} layers with adapters"] if self._adapters else []
+        notes += [f"{len(self._one_base.layers)} layers read the trainer's memory"] if self._one_base else []
         self.facts = messages.Facts(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -164,6 +185,15 @@ class VllmEngine:
         )
         self._receiver = staged_gpu.receiver() if on_gpu else None
 
+    def _opened(self, places: Sequence[one_base.Place], *, on_gpu: bool) -> Base:
+        """Maps the base before the model is made, whose layers then have no weights of their own."""
+        from qarl_bridge.engine import nvfp4_layers
+        from qarl_bridge.engine.one_base import Base
+
+        base = Base.open(places, on_gpu=on_gpu)
+        nvfp4_layers.GIVEN.update(base.layers)
+        return base
+
     def _look_inside(self, activations: str) -> None:
         """Makes the reader and the loader of weights: whole modules, of which a shard has parts."""
         from qarl_bridge.engine.fast_load import WholeModules
@@ -172,7 +202,7 @@ class VllmEngine:
         self._readback = ReadBack(
             self._modules,
             self._tied_heads(),
-            device=self._torch.device(self._machine.profile),
+            device=self.device,
             activations=activations,
             context=self._worker.config,
         )
@@ -261,6 +291,8 @@ class VllmEngine:
                 self._prove_whole(parts)
         else:
             self._reload(parts)
+        if self._one_base is not None:
+            self._one_base.load(self._modules)
         self._machine.after_load(self._modules)
         self._worker.forget()
 
@@ -354,6 +386,19 @@ class VllmEngine:
     def _tensor(self, array: Any) -> Any:
         return _torch_view(self._torch, array) if isinstance(array, np.ndarray) else array
 
+    @property
+    def device(self) -> Any:
+        """Where the engine computes, as torch names it."""
+        return self._torch.device(self._machine.profile)
+
+    def tensor_on_device(self, array: Any) -> Any:
+        """A tensor of a version, numpy's or torch's, where the engine computes."""
+        return self._tensor(array).to(self.device)
+
+    def outputs_of(self, module: str) -> list[int]:
+        """Outputs of each linear layer that a live module fuses, of this shard; empty: it is none."""
+        return list(getattr(self._modules[module], "output_partition_sizes", ()))
+
     def _tied_heads(self) -> dict[str, str]:
         """Heads that share their weight with an embedding: name of the head -> name of the embedding."""
         kinds = {name: type(module).__name__ for name, module in self._modules.items()}
@@ -373,7 +418,7 @@ class VllmEngine:
         if not self._shard.is_whole:
             whole = parts
             parts = Sweeps(lambda: (self._shard.part_of(part) for part in whole), lasts(whole))
-        parts, held = self._on_torch(parts), self._adapters
+        parts, held = self._with_base(self._on_torch(parts), partial), self._adapters
         if held is None:
             return self._readback.compare(parts, mode, seed, partial=partial)
         found = np.zeros(2, int)
@@ -385,6 +430,13 @@ class VllmEngine:
 
         layers, rows = self._readback.compare(base(), mode, seed, partial=partial)
         return layers + int(found[0]), rows + int(found[1])
+
+    def _with_base(self, parts: Parts, partial: bool) -> Parts:
+        """Adds the tensors that lie in the trainer's memory to those of a whole version."""
+        base = self._one_base
+        if base is None or partial:
+            return parts
+        return Sweeps(lambda: itertools.chain(parts, base.parts()), lasts(parts))
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are

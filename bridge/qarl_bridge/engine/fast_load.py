@@ -50,7 +50,7 @@ class _Source:
     is_stacked: bool
 
 
-def _stems(prefix: str) -> list[str]:
+def stems(prefix: str) -> list[str]:
     """Under which names the linear layers that a live module fuses are published."""
     parent, _, leaf = prefix.rpartition(".")
     return [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, (leaf,))]
@@ -62,11 +62,11 @@ def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str,
     Raises:
       Unsupported: a part is published and a part is not.
     """
-    stems = _stems(prefix)
+    fused = stems(prefix)
     found: list[_Source] = []
     missing: list[str] = []
     for name in parameters:
-        names = tuple(f"{stem}.{name}" for stem in stems)
+        names = tuple(f"{stem}.{name}" for stem in fused)
         stacked = False
         for start, parts in _EXPERTS.items():
             if name.startswith(start):
@@ -114,7 +114,7 @@ def _owner(name: str) -> str:
 def _owners(prefix: str) -> list[str]:
     """Likewise, what a live module is put together from."""
     experts = readback_experts.prefix_of(prefix)
-    return [experts] if experts else _stems(prefix)
+    return [experts] if experts else stems(prefix)
 
 
 def _load_module(module: Any, prefix: str, published: Mapping[str, Any]) -> None:

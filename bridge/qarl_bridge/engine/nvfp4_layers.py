@@ -4,17 +4,36 @@
 
 vLLM multiplies the sums of all that a layer fuses by one number, the least 1 / g of its parts. Here each part keeps its
 own, as in the learner. So a released folder whose q, k and v have different ones is served as it was written.
+
+A layer named in `GIVEN` has no weights of its own: it reads them in its trainer's memory (`protocol/one_base.py`).
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as schemes
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The weights of a layer in the trainer's memory: words int32 [K/128, N, 16], scales uint8 [K/16, N], divisors
+    float32 [parts], bias bfloat16 [N] or None, and the parts' outputs."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    divisors: torch.Tensor
+    bias: torch.Tensor | None
+    widths: list[int]
+
+
+GIVEN: dict[str, Given] = {}
+"""By the layer's live name, filled before the model is made."""
 
 
 class NvFp4Layer(NvFp4LinearKernel):
@@ -29,12 +48,31 @@ class NvFp4Layer(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Take weight_packed, weight_scale and weight_global_scale [parts], at load and at every reload."""
-        factor = factors(layer.weight_global_scale.data, layer.logical_widths)
-        held = self.held(layer.weight_packed.data, layer.weight_scale.data)
+        given = GIVEN.get(getattr(layer, "prefix", ""))
+        if given is None:
+            factor = factors(layer.weight_global_scale.data, layer.logical_widths)
+            held = self.held(layer.weight_packed.data, layer.weight_scale.data)
+        else:  # its memory may not be written yet
+            factor = torch.ones(sum(given.widths), dtype=torch.float32, device=given.words.device)
+            held = self.shared(given)
         del layer.weight_packed
         names = ("weight", "weight_scale", "weight_global_scale")
         for name, value in zip(names, (*held, factor), strict=True):
             setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+
+    def refresh(self, layer: torch.nn.Module, given: Given) -> None:
+        """Make anew what the layer holds beside the trainer's memory."""
+        values = *self.shared(given), factors(given.divisors, given.widths)
+        for name, value in zip(("weight", "weight_scale", "weight_global_scale"), values, strict=True):
+            live = getattr(layer, name).data
+            if live.data_ptr() != value.data_ptr():
+                live.copy_(value)
+        if given.bias is not None:
+            layer.bias.data.copy_(given.bias)
+
+    def shared(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales as this kernel multiplies them; the trainer's memory itself where that is so."""
+        return self.held(*packed(given.words, given.scales))
 
     @abc.abstractmethod
     def held(self, packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +86,15 @@ def factors(divisors: torch.Tensor, widths: list[int]) -> torch.Tensor:
     return torch.cat([part[..., None].expand(*part.shape, width) for part, width in parts], dim=-1)
 
 
+def packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [K/128, N, 16] and e4m3 [K/16, N] as uint8 -> as published, uint8 [N, K/2] and e4m3 [N, K/16]."""
+    blocks, n, _ = words.shape
+    split = words.view(blocks, n, 4, 2, 2)  # t f h
+    pairs = [((split >> 4 * i) & 15) | (((split >> 4 * i + 16) & 15) << 4) for i in range(4)]
+    codes = torch.stack(pairs, dim=-1).to(torch.uint8).permute(1, 0, 4, 5, 3, 2)  # n block h i f t
+    return codes.reshape(n, 64 * blocks), scales.t().contiguous().view(torch.float8_e4m3fn)
+
+
 def serve(kernel: type[NvFp4Layer]) -> None:
     """Let it compute every nvfp4 layer with bfloat16 activations from now on (the first call decides)."""
     original, scheme = schemes.init_nvfp4_linear_kernel, schemes.CompressedTensorsW4A4Fp4
@@ -58,7 +105,15 @@ def serve(kernel: type[NvFp4Layer]) -> None:
     def choose(use_a16: bool = False) -> NvFp4LinearKernel:
         return kernel(NvFp4LinearLayerConfig()) if use_a16 else original(use_a16=use_a16)
 
-    process = scheme.process_weights_after_loading
+    process, create = scheme.process_weights_after_loading, scheme.create_weights
+
+    @functools.wraps(create)
+    def create_weights(self: Any, layer: torch.nn.Module, *args: Any, **named: Any) -> None:
+        create(self, layer, *args, **named)
+        if getattr(layer, "prefix", "") in GIVEN:
+            for name in ("weight_packed", "weight_scale"):
+                parameter = getattr(layer, name)
+                parameter.data = parameter.data.new_empty(0)
 
     @functools.wraps(process)
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
@@ -68,3 +123,4 @@ def serve(kernel: type[NvFp4Layer]) -> None:
     choose.is_own = True  # type: ignore[attr-defined]
     schemes.init_nvfp4_linear_kernel = choose
     scheme.process_weights_after_loading = process_weights_after_loading
+    scheme.create_weights = create_weights

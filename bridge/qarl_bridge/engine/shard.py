@@ -3,19 +3,23 @@
 """One shard of a tensor-parallel engine: which part of every weight it holds, and what of this the learner mirrors.
 
 A shard holds rows of q, k, v, gate, up, embedding and head; columns of o and down, whose inputs it scales and whose
-sums it rounds by itself. Then all shards add their sums, which two can do in one order alone (the learner's
+sums it rounds by itself. Then all shards add their sums in the order of their ranks (`all_reduce.py`, and the learner's
 `Numerics.shards`).
+
+What is left out: experts, recorded routing, heads that cannot be shared out evenly.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.protocol.messages import BridgeError
 
 _SPREAD_INPUTS = ("o_proj", "down_proj")
@@ -37,7 +41,7 @@ class Shard:
         """Tells whether there is no other shard."""
         return self.size == 1
 
-    def check(self, config: Mapping[str, Any], options: messages.EngineOptions, *, on_gpu: bool) -> None:
+    def check(self, config: Mapping[str, Any], options: messages.EngineOptions) -> None:
         """Refuses what is not mirrored.
 
         Raises:
@@ -46,9 +50,7 @@ class Shard:
         if self.is_whole:
             return
         size, why = self.size, ""
-        if on_gpu:
-            why = "on a GPU a sharded engine is not mirrored"
-        elif config.get("num_experts"):
+        if config.get("num_experts"):
             why = "the experts of a sharded engine are not mirrored"
         elif options.record_routing:
             why = "a sharded engine records no routing"
@@ -57,28 +59,49 @@ class Shard:
         if why:
             raise BridgeError(f"tensor_parallel_size={size}: {why}; set rollout.engine.tensor_parallel_size=1", "setup")
 
-    def arguments(self) -> dict[str, Any]:
+    def take_gpu(self, torch: Any) -> None:
+        """Makes the shard's GPU the process's, before anything is put on another.
+
+        Raises:
+          BridgeError("setup"): there are fewer GPUs than shards.
+        """
+        if self.is_whole:
+            return
+        count = torch.cuda.device_count()
+        if count < self.size:
+            raise BridgeError(
+                f"tensor_parallel_size={self.size}: the engine sees {count} GPU(s), and each shard needs one: name "
+                "them in rollout.engine.visible_gpus, or lower rollout.engine.tensor_parallel_size",
+                "setup",
+            )
+        torch.cuda.set_device(self.rank)
+
+    def arguments(self, *, batch_invariant: bool = True) -> dict[str, Any]:
         """Returns the shard's EngineArgs; empty for a whole engine."""
         if self.is_whole:
             return {}
-        return {"tensor_parallel_size": self.size, "distributed_executor_backend": "external_launcher"}
+        arguments = {"tensor_parallel_size": self.size, "distributed_executor_backend": "external_launcher"}
+        return arguments | ({"disable_custom_all_reduce": True} if batch_invariant else {})
 
     def environment(self, port: int) -> dict[str, str]:
         """Returns the variables that tell vLLM, through torch, a process's shard and the port where all shards meet."""
         ranks = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
-        return {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        here = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        # Multicast memory, which vLLM would set up for an all-reduce that is not used.
+        here |= {"MASTER_ADDR": "127.0.0.1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+        return {name: str(value) for name, value in ranks.items()} | here
 
-    def part_of(self, tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Cuts this shard's part out of the tensors of a version."""
+    def part_of(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Cuts this shard's part out of the tensors of a version: numpy's or torch's."""
         if self.is_whole:
             return tensors
         rank, size = self.rank, self.size
 
-        def rows(array: np.ndarray, unit: int = 1) -> np.ndarray:
-            each = -(-array.shape[0] // (unit * size)) * unit
+        def rows(array: Any, unit: int = 1) -> Any:
+            each = -(-array.shape[0] // unit) * unit // size
             return array[rank * each : (rank + 1) * each]
 
-        def columns(array: np.ndarray) -> np.ndarray:
+        def columns(array: Any) -> Any:
             each = array.shape[1] // size
             return array[:, rank * each : (rank + 1) * each]
 
@@ -86,7 +109,7 @@ class Shard:
         for name, array in tensors.items():
             module, _, leaf = name.rpartition(".")
             kind = module.rpartition(".")[2]
-            if leaf == "weight_shape" or array.shape in ((), (1,)):  # of a whole weight
+            if leaf == "weight_shape" or tuple(array.shape) in ((), (1,)):  # of a whole weight
                 pass
             elif kind in _SPREAD_OUTPUTS:
                 array = rows(array)
@@ -94,5 +117,27 @@ class Shard:
                 array = rows(array, _VOCABULARY_UNIT)
             elif kind in _SPREAD_INPUTS and array.ndim == 2 and array.shape[1] > 1:
                 array = columns(array)
-            out[name] = np.ascontiguousarray(array)
+            out[name] = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
         return out
+
+
+def whole_record(parts: Sequence[messages.Recorded], sizes: Sequence[int]) -> messages.Recorded:
+    """Puts together what all shards recorded of a module, by rank.
+
+    Args:
+      sizes: outputs of each linear layer that the module fuses, of one shard.
+    """
+    first, leaf = parts[0], parts[0].module.rpartition(".")[2]
+
+    def beside(arrays: Sequence[np.ndarray]) -> messages.Array:
+        return messages.Array.of(np.concatenate(arrays, axis=-1))
+
+    if leaf in _SPREAD_INPUTS:
+        inputs = [beside([part.inputs[0].numpy() for part in parts]), *first.inputs[1:]]
+        return messages.Recorded(module=first.module, inputs=inputs, outputs=first.outputs)
+    if leaf in FUSED or leaf in _SPREAD_OUTPUTS:
+        cuts = np.cumsum(sizes)[:-1]
+        cut = [np.split(part.outputs[0].numpy(), cuts, axis=-1) for part in parts]  # by shard, then by layer
+        outputs = [beside([own for layer in zip(*cut, strict=True) for own in layer]), *first.outputs[1:]]
+        return messages.Recorded(module=first.module, inputs=first.inputs, outputs=outputs)
+    return first

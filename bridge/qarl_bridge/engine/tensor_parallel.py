@@ -1,36 +1,47 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor-parallel vLLM: one shard in this process, each other shard in a child.
+"""A tensor-parallel vLLM: one shard in this process, each other shard in a child; on GPUs each has one of its own.
 
 vLLM's own way to be launched from outside (`external_launcher`): every shard is a whole engine that is asked the same
 things in the same order, so that all schedule alike; they meet in the sums of o and down, and in the logits. So this
 process keeps its engine in its hands, as with one shard: it loads in place, and reads back what it holds itself.
 
-What is left out: GPUs, experts, more than two shards (`shard.py` says why), single modules (`probe`). A version goes to
-the other shards through their pipes, whole.
+    trainer -- version --> first shard -- its tensors, layer by layer, over gloo or NCCL --> each other shard
+
+Every shard is given whole tensors, of which vLLM's loader cuts its part; a shard holds those of one layer at a time.
+
+When one process of an engine ends, the others end, too: they would wait for it for ever.
+
+What is left out: experts, recorded routing (`shard.py` says why).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import socket
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from qarl_bridge.engine import shard_memory
 from qarl_bridge.engine.engine import VllmEngine
-from qarl_bridge.engine.shard import Shard
-from qarl_bridge.protocol import messages
+from qarl_bridge.engine.shard import Shard, whole_record
+from qarl_bridge.protocol import formats, messages
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server.engine_api import Finished, Parts
+from qarl_bridge.server.engine_api import Finished, Parts, lasts
 from qarl_bridge.server.staged import Copy
 
 _START_S = 600.0
+_LAST_WORDS_S = 3.0  # for a shard that failed to say why, before all end
 
 
 class ShardedEngine:
@@ -69,6 +80,8 @@ class ShardedEngine:
             theirs.close()
             self._pipes.append(pipe)
             self._children.append(child)
+        self._closing = False
+        threading.Thread(target=self._watch, daemon=True, name="shards").start()
         first = Shard(0, size, os.getpid())
         try:
             os.environ |= first.environment(port)
@@ -101,37 +114,40 @@ class ShardedEngine:
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
         """Replace weights in place, in every shard."""
-        named = _whole(parts)  # before anything is replaced anywhere
-        self._all("load", lambda: self._own.load([named], partial=partial), [named], partial=partial)
+        self._with_parts("load", parts, partial=partial)
 
     def restore_initial(self) -> bool:
         """Reload the folder that all were started from."""
-        return self._all("restore_initial", self._own.restore_initial)
+        return self._all("restore_initial", self._own.restore_initial)[0]
 
     def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
         """Each shard compares its own part."""
-        named = _whole(parts)
-        compare = functools.partial(self._own.read_back, [named], mode, seed, partial=partial)
-        return self._all("read_back", compare, [named], mode, seed, partial=partial)
+        return self._with_parts("read_back", parts, mode, seed, partial=partial)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """Raises BridgeError("unshared"), as the engine of one shard does on a CPU."""
+        """A version in a buffer of the trainer's on the first shard's GPU."""
         return self._own.open_device(manifest, memory)
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """Raises BridgeError("unshared"), as the engine of one shard does on a CPU."""
+        """A version from another GPU, into the first shard's."""
         return self._own.receive(manifest, memory, check)
 
     def forget_trainer(self) -> None:
-        """Nothing is kept of its memory."""
+        """Unmap the trainer's buffers."""
+        self._own.forget_trainer()
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """Not there: a module of a shard has a part of its inputs or outputs."""
-        raise BridgeError("modules of a tensor-parallel engine cannot be probed: each shard has a part", "limits")
+        """What goes into and comes out of whole modules: a shard records its part of them."""
+        every = self._all("probe", functools.partial(self._own.probe, prompt, modules), prompt, modules)
+        return [
+            whole_record(of_a_module, self._own.outputs_of(of_a_module[0].module))
+            for of_a_module in zip(*every, strict=True)
+        ]
 
     def close(self) -> None:
         """Free every shard."""
         with contextlib.suppress(BridgeError):
+            self._closing = True
             self._tell("close")
         self._own.close()
         for child in self._children:
@@ -139,10 +155,23 @@ class ShardedEngine:
         self._kill()
 
     def _kill(self) -> None:
+        self._closing = True
         for child in self._children:
             child.kill()
 
     # ---- the other shards --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Ends this process when another shard's has ended by itself, with its last words."""
+        connection.wait([child.sentinel for child in self._children])
+        time.sleep(_LAST_WORDS_S)
+        if self._closing:
+            return
+        said = "it was killed, or its log says why"
+        with contextlib.suppress(EOFError, OSError):
+            said = next((str(pipe.recv()[1]) for pipe in self._pipes if pipe.poll()), said)
+        print(f"error: a shard of the engine has ended: {' '.join(said.split())}", file=sys.stderr, flush=True)
+        os._exit(3)
 
     def _tell(self, *message: Any) -> None:
         try:
@@ -151,9 +180,10 @@ class ShardedEngine:
         except OSError as error:
             raise BridgeError(f"another shard of the engine is gone: {error}", "engine") from None
 
-    def _answers(self) -> None:
-        """Waits for what every other shard says to the last thing it was asked. Raises what went wrong there first."""
+    def _answers(self) -> list[Any]:
+        """What every other shard says to the last thing it was asked. Raises what went wrong there first."""
         failed: BridgeError | None = None
+        answers = []
         for pipe in self._pipes:
             try:
                 if not pipe.poll(_START_S):
@@ -161,13 +191,15 @@ class ShardedEngine:
                 code, answer = pipe.recv()
             except (EOFError, OSError):
                 raise BridgeError("another shard of the engine is gone", "engine") from None
+            answers.append(answer)
             if code is not None:
                 failed = failed or BridgeError(f"in another shard of the engine: {answer}", code)
         if failed is not None:
             raise failed
+        return answers
 
-    def _all(self, what: str, own: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
-        """Every shard does it; the first failure is raised when all have ended."""
+    def _all(self, what: str, own: Callable[[], Any], *arguments: Any, **named: Any) -> list[Any]:
+        """The results of all shards, by rank; the first failure is raised when all have ended."""
         self._tell(what, *arguments, named)
         try:
             result = own()
@@ -175,13 +207,111 @@ class ShardedEngine:
             with contextlib.suppress(BridgeError):
                 self._answers()
             raise
-        self._answers()
-        return result
+        return [result, *self._answers()]
+
+    def _with_parts(self, what: str, parts: Parts, *arguments: Any, **named: Any) -> Any:
+        """`what` of every shard, with a version's parts as the first argument; this shard's result."""
+        sent = _Sent(parts, self._tell, self._own.tensor_on_device)
+
+        def own() -> Any:
+            try:
+                return getattr(self._own, what)(sent, *arguments, **named)
+            finally:
+                sent.end()
+
+        return self._all(what, own, _Received, *arguments, **named)[0]
 
 
-def _whole(parts: Parts) -> dict[str, Any]:
-    """A version that lies in the host's memory, where a part stays when the next one is asked for."""
-    return {name: tensor for part in parts for name, tensor in part.items()}
+class _Sent:
+    """A version's parts, layer by layer, each sent to the other shards before this one has it.
+
+    Args:
+      tell: of a message to all other shards.
+      on_device: numpy's or torch's tensor -> torch's, where the engine computes.
+    """
+
+    lasting = True
+
+    def __init__(self, parts: Parts, tell: Callable[..., None], on_device: Callable[[Any], Any]):
+        self._parts, self._tell, self._on_device = parts, tell, on_device
+        self._sweeps: list[Iterator[Any]] = []
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        self._sweeps.append(sweep := self._sweep())
+        return sweep
+
+    def _sweep(self) -> Iterator[Mapping[str, Any]]:
+        lasting = lasts(self._parts)
+        try:
+            for part in self._parts:
+                for _, names in itertools.groupby(part, formats.layer_of):
+                    layer = {name: self._on_device(part[name]) for name in names}
+                    self._tell([(name, tuple(x.shape), x.dtype) for name, x in layer.items()])
+                    for x in layer.values():
+                        _broadcast(x)
+                    yield layer if lasting else {name: x.clone() for name, x in layer.items()}
+        finally:
+            self._tell(None)
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        for sweep in self._sweeps:
+            sweep.close()  # type: ignore[attr-defined]
+        self._tell(False)
+
+
+class _Received:
+    """`_Sent` in another shard. device: where its engine computes."""
+
+    lasting = True
+
+    def __init__(self, pipe: Connection, device: Any):
+        self._pipe, self._device = pipe, device
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        import torch
+
+        while not self._ended:
+            (listed,) = self._pipe.recv()
+            if listed is None:
+                return
+            if listed is False:
+                self._ended = True
+                return
+            layer = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, shape, dtype in listed}
+            for x in layer.values():
+                _broadcast(x)
+            yield layer
+
+    def end(self) -> None:
+        """Takes what is still sent, of which a shard that failed has no use."""
+        while not self._ended:
+            for _ in self:
+                pass
+
+
+def _broadcast(x: Any) -> None:
+    """The bytes of the first shard's tensor into every other's."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    if not x.numel():
+        return
+    group = get_tp_group()
+    raw = x.reshape(-1).view(torch.uint8)
+    nccl = getattr(group.device_communicator, "pynccl_comm", None)
+    if nccl is not None and not nccl.disabled:
+        nccl.broadcast(raw, src=0)
+    else:
+        torch.distributed.broadcast(raw, src=group.ranks[0], group=group.device_group)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(4)
 
 
 def _follow(
@@ -195,6 +325,7 @@ def _follow(
     options: messages.EngineOptions,
 ) -> None:
     """A child: does what it is told, until the pipe ends."""
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
     os.environ |= shard.environment(port)
     try:
         engine = VllmEngine(path, config, expected, has_weights=has_weights, options=options, shard=shard)
@@ -208,13 +339,18 @@ def _follow(
             if what == "close":
                 engine.close()
                 return
-            if what in ("submit", "abort", "step"):  # a failure here ends the process, and the first shard notices
+            if what in ("submit", "abort", "step"):  # a failure here ends the process, and all others with it
                 getattr(engine, what)(*given)
                 continue
+            *positional, named = given
+            received = [_Received(pipe, engine.device) for kind in positional if kind is _Received]
+            answer: tuple[str | None, Any]
             try:
-                *positional, named = given
-                pipe.send((None, getattr(engine, what)(*positional, **named)))
+                answer = None, getattr(engine, what)(*received, *positional[len(received) :], **named)
             except BridgeError as error:
-                pipe.send((error.code, str(error)))
+                answer = error.code, str(error)
             except Exception:
-                pipe.send(("engine", traceback.format_exc()))
+                answer = "engine", traceback.format_exc()
+            for stream in received:
+                stream.end()
+            pipe.send(answer)

@@ -17,6 +17,7 @@ these bytes already, so packing is naming and checking: no value is recomputed, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -36,6 +37,8 @@ LANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of their codes -> of a co
 # What vLLM (and compressed-tensors) fuse into one module, in row order, as Qwen2, Qwen3, Llama and their kin name it.
 # All parts must have one scheme.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SPLITTING = "qarl_splitting"  # of config.json, where outlier channels are split: the arguments of `places`
+INDEX = "input_index"  # leaf of a split layer: int32 [1, M], the inputs that it has twice, K for a zero
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.\d+\.(?P<proj>[a-z_]+)$")
 
 
@@ -100,6 +103,17 @@ class Layout:
         module = module_name(name)
         found = {array.name: f"{module}.{array.leaf}" for array in self.arrays}
         return found | ({"": f"{module}.{self.shape_leaf}"} if self.shape_leaf else {})
+
+
+def layer_of(name: str) -> str:
+    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
+    found = re.match(r"(.*\.layers\.\d+)\.", name)
+    return found[1] if found else name.rpartition(".")[0]
+
+
+def places(inputs: int, share: float, group: int) -> int:
+    """Inputs that a split layer has besides its own: a share of them, in whole groups."""
+    return math.ceil(round(inputs * share, 6) / group) * group
 
 
 def live_module(name: str) -> str:

@@ -35,7 +35,8 @@ class EngineOptions:
         the learner mirrors (in CUDA graphs on a GPU); "vllm" is vLLM as it comes, on a CUDA GPU: its compiled kernels,
         whose roundings and orders of sums depend on the batch, and which no learner mirrors.
       eager: run a GPU's operations one by one, without graphs or compilation: to look for a fault.
-      tensor_parallel_size: shards of the engine, 1 or 2, each a process with its part of every weight (CPU engines).
+      tensor_parallel_size: shards of the engine, 1, 2 or 4, each a process with its part of every weight; on GPUs each
+        has one of its own, the first ones of `visible_gpus`. `kv_cache_gb` is each shard's.
       record_routing: return the experts each token was sent to (an MoE model, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
       lora_rank, lora_targets: rank of the adapters, and the last parts of their layers' names (not from a config: a
@@ -69,11 +70,8 @@ class EngineOptions:
             raise ValueError(f"max_num_seqs must be positive, got {self.max_num_seqs}")
         if bool(self.lora_rank) != bool(self.lora_targets):
             raise ValueError("lora_rank and lora_targets belong together: set both, or neither")
-        if self.tensor_parallel_size not in (1, 2):
-            raise ValueError(
-                f"tensor_parallel_size must be 1 or 2, got {self.tensor_parallel_size}: a sum over more shards depends "
-                "on its order, which no learner mirrors"
-            )
+        if self.tensor_parallel_size not in (1, 2, 4):
+            raise ValueError(f"tensor_parallel_size must be 1, 2 or 4, got {self.tensor_parallel_size}")
         if self.record_routing and self.arithmetic == "vllm" and not self.eager:
             raise ValueError(
                 "arithmetic=vllm compiles the model, and cannot record routed experts: set it to batch_invariant, or "

@@ -182,6 +182,11 @@ class _Span:
         }
 
 
+def view(pointer: int, size: int, ordinal: int) -> Any:
+    """Foreign memory of a GPU as a uint8 tensor [size]."""
+    return torch.as_tensor(_Span(pointer, size), device=torch.device("cuda", ordinal))
+
+
 def whole_rows(nbytes: int) -> int:
     """Bytes of a staging buffer for so many."""
     return fingerprint.rows_of(nbytes) * fingerprint.ROW_BYTES
@@ -226,7 +231,7 @@ def _copy_at(
 ) -> DeviceCopy:
     where = torch.device("cuda", gpu.ordinal)
     try:
-        buffer = torch.as_tensor(_Span(pointer, whole_rows(manifest.total_bytes)), device=where)
+        buffer = view(pointer, whole_rows(manifest.total_bytes), gpu.ordinal)
     except BaseException:
         let_go(False)
         raise

@@ -91,6 +91,18 @@ def map_to_write(fd: int, size: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(fd, size), np.uint8) if size else np.zeros(0, np.uint8)
 
 
+def map_to_read(fd: int, size: int) -> np.ndarray:
+    """[size] uint8, read-only view of a memory file that its owner writes; the descriptor may be closed.
+
+    Raises:
+      BridgeError("torn"): the file is shorter.
+    """
+    actual = os.fstat(fd).st_size
+    if actual < size:
+        raise BridgeError(f"the memory file holds {actual} bytes, not {size}", "torn")
+    return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), np.uint8)
+
+
 def map_sealed(fd: int, size: int) -> np.ndarray:
     """[size] uint8, read-only view of a sealed memory file; it keeps the memory alive, the descriptor may be closed.
 

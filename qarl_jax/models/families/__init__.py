@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from qarl_bridge.protocol import formats
+
 from qarl_jax.models.families import llama, qwen2, qwen3, qwen3_moe
 
 MODELS = {
@@ -17,10 +19,16 @@ ADAPTER = {"lora_a": "lora_A", "lora_b": "lora_B"}
 """Leaves of an adapter, and their names at Hugging Face (PEFT)."""
 
 
+INDEX = "index"
+"""Leaf of the inputs that a split linear map duplicates (`formats.INDEX` at Hugging Face)."""
+
+
 def hf_template(own_path: str, architecture: str) -> str:
     """ "attn.q.kernel" (a path inside its segment) -> "model.layers.{layer}.self_attn.q_proj.weight". An adapter's
     "attn.q.lora_a" -> "model.layers.{layer}.self_attn.q_proj.lora_A.weight"."""
     names, (module, _, leaf) = MODELS[architecture].HF_NAMES, own_path.rpartition(".")
     if leaf in ADAPTER:
         return f"{names[f'{module}.kernel'].removesuffix('weight')}{ADAPTER[leaf]}.weight"
+    if leaf == INDEX:
+        return f"{names[f'{module}.kernel'].removesuffix('weight')}{formats.INDEX}"
     return names[own_path]

@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.hf.weights import Checkpoint, hf_names, read_parameter
 from qarl_jax.models.params import abstract_model, by_path, part_of, split
+from qarl_jax.numerics.float32 import dtype_in
 
 _STACK = "stacks.0."
 
@@ -67,6 +68,6 @@ def layer_tensors(params: nnx.State, config: ModelConfig, layer: int, dtype: Any
     """Yields (Hugging Face name, array in `dtype`) of one layer's masters, the inverse of `read_layer`."""
     names = _names(config, layer)
     for path, value in by_path(params).items():
-        host = np.asarray(jax.device_get(value.astype(dtype)))
+        host = np.asarray(jax.device_get(value.astype(dtype_in(value, dtype))))
         for index in np.ndindex(*names[path].shape):
             yield str(names[path][index]), host[index]

@@ -31,12 +31,14 @@ from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
 from qarl_jax.models.layers import Quantized
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
 from qarl_jax.models.transformer import Transformer, quantizable
+from qarl_jax.numerics.float32 import dtype_in
 from qarl_jax.quant import QTensor, Scheme, dequantize, resolve
 from qarl_jax.runtime import processes, progress
 from qarl_jax.runtime.mesh import param_shardings
 from qarl_jax.types import UserError, check_model_folder
 
 _FLOATS = {np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)}
+_OWN = ("dtype", "quantization_config", formats.SPLITTING)  # of config.json, written from the model
 _PIECE_BYTES = 64 << 20  # of a cast that goes to the host
 
 
@@ -155,7 +157,7 @@ class Checkpoint:
         dtype, found, _ = file.entries[name]
         if found != shape:
             raise UserError(f"{file.path}: tensor {name!r} has shape {found}, but config.json asks for {shape}")
-        if dtype not in _FLOATS:
+        if dtype not in _FLOATS and not name.endswith(formats.INDEX):
             raise UserError(
                 f"{file.path}: tensor {name!r} is {dtype}; masters are read from bfloat16, float16 or float32"
             )
@@ -297,7 +299,7 @@ def read_masters(
             name, like = ".".join(map(str, keys)), variable.get_value()
             sharding = default if shardings is None else shardings[name]
             if frozen(name):
-                like = jax.ShapeDtypeStruct(like.shape, config.compute_dtype)
+                like = jax.ShapeDtypeStruct(like.shape, dtype_in(like, config.compute_dtype))
                 if str(names[name].flat[0]) in checkpoint.released:  # and so all of the stack, as was checked
                     scheme = config.scheme_of(name)
                     assert scheme is not None
@@ -402,7 +404,7 @@ def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _layer_of(stacks: dict[str, Any], layer: jax.Array, dtype: Any) -> dict[str, Any]:
     def one(stack: Any) -> Any:
         sliced = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stack)
-        return sliced if isinstance(stack, QTensor) else sliced.astype(dtype)
+        return sliced if isinstance(stack, QTensor) else sliced.astype(dtype_in(sliced, dtype))
 
     return {path: one(stack) for path, stack in stacks.items()}
 
@@ -512,7 +514,9 @@ def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, An
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in config.moe_layers],
             }
-    values = {key: value for key, value in values.items() if key not in ("dtype", "quantization_config")}
+    values = {key: value for key, value in values.items() if key not in _OWN}
+    if config.splitting is not None:
+        values[formats.SPLITTING] = dataclasses.asdict(config.splitting)
     return values | {"torch_dtype": str(jnp.dtype(dtype))}
 
 
@@ -539,7 +543,7 @@ def tensor_shapes(config: ModelConfig, dtype: np.dtype) -> safetensors.Shapes:
     """Dtype and shape of every tensor of a folder by Hugging Face name, in `checkpoint_order`."""
     masters = by_path(split(abstract_model(config))[1])
     shape_of = {
-        str(name): (dtype, masters[own].shape[names.ndim :])
+        str(name): (np.dtype(dtype_in(masters[own], dtype)), masters[own].shape[names.ndim :])
         for own, names in hf_names(config).items()
         for name in names.reshape(-1)
     }

@@ -57,7 +57,7 @@ _GROUP = 16
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MAX = 448.0 * 6.0
 _ZERO_SCALE = 0.125
-_FLUSHED = 2.0**-6  # block scales below this count as 0 in a product
+FLUSHED = 2.0**-6  # block scales below this count as 0 in a product
 _TINY = 0x00800000  # the bits of 2^-126
 _MAGNITUDE = 0x7FFFFFFF
 _WIRE = formats.Layout(
@@ -158,7 +158,7 @@ def decoded(qt: QTensor) -> Float[Array, "*L N K"]:
     codes = jnp.stack([qt.codes & 15, qt.codes >> 4], axis=-1).reshape(*lead, k // _GROUP, _GROUP)
     values = jnp.asarray(np.array([*_VALUES, *(-v for v in _VALUES)], np.float32))[codes]
     scales = qt.scales.astype(jnp.float32)
-    scales = jnp.where(scales < _FLUSHED, 0.0, scales)
+    scales = jnp.where(scales < FLUSHED, 0.0, scales)
     return (values * scales[..., None]).reshape(*lead, k)
 
 

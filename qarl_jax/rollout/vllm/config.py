@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.models.config import ModelConfig
 from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
@@ -27,8 +28,9 @@ class Config(messages.EngineOptions):
       answer yet, or no longer, joins when it does. Over several processes: sockets, those of each process's own host.
     key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with endpoints.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first (over several processes: the process's own). With `replicas`, one such list
-      per engine, joined by ";": "1;2;3". Those that are the learner's: `shares_gpus`.
+      sees, so that they share the first (over several processes: the process's own). A tensor-parallel engine has one
+      for each shard: "0,1". With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that are the
+      learner's: `shares_gpus`.
     shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a GPU's plan has to fit both.
     transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
@@ -139,6 +141,12 @@ class Config(messages.EngineOptions):
                 f"rollout.engine.visible_gpus has {lists} lists, joined by ';', and {self.started} engines are started:"
                 " name one list per engine, or one for all"
             )
+        few = min(len(names.split(",")) for names in self.visible_gpus.split(";"))
+        if self.visible_gpus and few < self.tensor_parallel_size:
+            raise UserError(
+                f"rollout.engine.visible_gpus={self.visible_gpus} names {few} GPU(s) for an engine of"
+                f" tensor_parallel_size={self.tensor_parallel_size}: name one for each shard, as in 0,1"
+            )
         if self.transport == "cuda_ipc" and self.is_remote:
             raise UserError(
                 "rollout.engine.transport=cuda_ipc needs learner and engine on one GPU: to a bridge over TCP set nccl "
@@ -159,11 +167,31 @@ class Config(messages.EngineOptions):
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
 
 
-def check_length(config: Config, positions: int) -> None:
-    """Refuses an engine that is to be started for longer sequences than its model has positions, as vLLM would."""
+def check_model(config: Config, model: ModelConfig) -> None:
+    """Refuses an engine that cannot be started for its model, as vLLM or the bridge would.
+
+    Raises:
+      UserError: it is for longer sequences than the model has positions, or its shards cannot share the model.
+    """
+    positions = model.max_position_embeddings
     beyond = config.max_model_len > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
     if beyond and config.started and config.engine == "vllm":
         raise UserError(
             f"rollout.engine.max_model_len={config.max_model_len} is more than the model's {positions} positions"
             " (max_position_embeddings in its config.json): lower it, or set 0, what the model allows"
         )
+    _check_shards(config, model)
+
+
+def _check_shards(config: Config, model: ModelConfig) -> None:
+    """Refuses a tensor-parallel engine of a model that its shards cannot share, as the engine would."""
+    shards = config.tensor_parallel_size
+    if shards == 1 or config.engine != "vllm":
+        return
+    why = ""
+    if model.moe is not None:
+        why = "the experts of a sharded engine are not mirrored"
+    elif model.num_kv_heads % shards or model.num_heads % shards or model.intermediate_size % shards:
+        why = f"{model.num_kv_heads} heads of keys and {model.intermediate_size} inner features are not shared evenly"
+    if why:
+        raise UserError(f"rollout.engine.tensor_parallel_size={shards}: {why}; set it to 1")

@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -40,10 +41,11 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
-from qarl_jax.rollout.vllm import hosts
-from qarl_jax.rollout.vllm.config import Config, check_length
+from qarl_jax.rollout.vllm import hosts, one_base
+from qarl_jax.rollout.vllm.config import Config, check_model
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
+from qarl_jax.rollout.vllm.one_base import OneBase
 from qarl_jax.runtime import processes, progress
 from qarl_jax.types import Completion, UserError, VersionSpan
 
@@ -111,9 +113,11 @@ def engine_tensors(
     """(name, array) of every tensor of a checkpoint the engine loads, layer by layer; masters as bf16.
 
     stacked: as a version is published, with the experts of a layer in one tensor (qarl_bridge.protocol.expert_stacks).
-    paths: of the parameters whose tensors are wanted; None: all.
+    paths: of the parameters whose tensors are wanted; None: all that do not lie `elsewhere`.
     """
     config = models.config_of(weights.graphdef)
+    if weights.elsewhere:
+        paths = frozenset(models.hf_names(config) if paths is None else paths) - weights.elsewhere
     exported = models.export_tensors(weights.params, weights.qweights, config, stacked=stacked, paths=paths)
     for name, tensor in exported:
         name = expert_stacks.name_of(name) if stacked else name
@@ -143,6 +147,12 @@ def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
     for path in quantizable(models.abstract_model(config)):
         scheme = config.scheme_of(path)
         layout = None if scheme is None else (scheme.exports if exported else scheme).wire
+        if config.splitting is not None and (layout is None or layout.format not in formats.ASYMMETRIC):
+            raise UserError(
+                f"vLLM has no layer for {config.describe(path)} in {scheme or 'bf16'}, whose channels are split: take a"
+                " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
+                " that `qarl export --format hf` makes of the model."
+            )
         layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
@@ -207,6 +217,7 @@ class VllmEngine(RolloutEngine):
         self._base: sender.Version | None = None  # complete, if later versions may be partial
         self._fixed: frozenset[str] = frozenset()  # what they may keep of it
         self._may_hold_base = bool(config.endpoints)  # of an earlier trainer
+        self._one_base: OneBase | None = None
         self._stager: DeviceStager | None = None
         self._transport = config.transport
         self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
@@ -239,12 +250,37 @@ class VllmEngine(RolloutEngine):
         """
         if not self._config.started:
             return
-        check_length(self._config, models.config_of(graphdef).max_position_embeddings)
+        check_model(self._config, models.config_of(graphdef))
         _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
         qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
-        places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
+        places = layout(self._published(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)))
         expected = [messages.Expected(name=place.name, dtype=place.dtype, shape=list(place.shape)) for place in places]
         self.fleet.prepare(engine_config(graphdef), expected)
+
+    def hold_once(self, graphdef: Any, mesh: Mesh) -> OneBase | None:
+        """The base in memory that the engine is started on; see `RolloutEngine`.
+
+        Raises:
+          UserError: there is no room for it, or it cannot be exported; the sentence says what to do.
+        """
+        if mesh.devices.flat[0].platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
+            return None
+        try:
+            self._one_base = OneBase(graphdef, mesh)
+        except BridgeError as error:
+            raise UserError(
+                f"the base cannot be held once by learner and engine ({error}): set rollout.engine.transport=host, so"
+                " that each holds a copy."
+            ) from error
+        self._transport = "host"  # what is left of a version is small
+        for replica in self.fleet.replicas:
+            replica.bridge.base = self._one_base.places
+        self._log(f"learner and engine hold the frozen base once: {self._one_base.nbytes / 2**30:.2f} GiB")
+        return self._one_base
+
+    def _published(self, weights: PolicyWeights) -> PolicyWeights:
+        """The weights without those that a version need not bring."""
+        return weights if self._one_base is None else dataclasses.replace(weights, elsewhere=self._one_base.paths)
 
     # RolloutEngine ---------------------------------------------------------------------------------------------------
 
@@ -260,11 +296,12 @@ class VllmEngine(RolloutEngine):
                 "publish: model or scheme differ from the first publish; make a new engine for another model"
             )
         self._model, self._model_json = identity, model_json
+        weights = self._published(weights)
         config = models.config_of(weights.graphdef)
         if config.lora is not None:
             weights = dataclasses.replace(weights, params=models.fold_adapters(weights.graphdef, weights.params))
             self._folded = weights.params  # a stager holds no arrays
-        check_length(self._config, config.max_position_embeddings)
+        check_model(self._config, config)
         self._again += version == self.version
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)

@@ -24,7 +24,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import threading
 import time
 import weakref
@@ -36,10 +35,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from qarl_bridge.client import sender
-from qarl_bridge.protocol import expert_stacks, fingerprint, messages
+from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
+from qarl_jax.numerics.float32 import dtype_in
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import all_gather
@@ -88,7 +88,8 @@ class _Place:
 def layout(weights: PolicyWeights) -> list[_Place]:
     """Lists every tensor that the engine is given, in the order of `engine_tensors`: embedding, layers, norm, head.
 
-    A layer's experts are one tensor. Only shapes are read, so that `weights` may be abstract.
+    A layer's experts are one tensor. What lies `elsewhere` is left out. Only shapes are read, so that `weights` may be
+    abstract.
     """
     config = models.config_of(weights.graphdef)
     names = models.hf_names(config)
@@ -96,6 +97,8 @@ def layout(weights: PolicyWeights) -> list[_Place]:
     places: list[_Place] = []
     end = 0
     for place in itertools.chain.from_iterable(models.checkpoint_order(config)):
+        if place.path in weights.elsewhere:
+            continue
         tensor = tensors[place.path]
         for name, dtype, shape, part in _parts(expert_stacks.name_of(place.names[0]), tensor, _lead(names[place.path])):
             offset, nbytes = sender.align(end), math.prod(shape) * np.dtype(dtype).itemsize
@@ -128,7 +131,7 @@ def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[
     """(name, dtype, shape, array it is) of each tensor of a weight, cut out of a stack with `lead` dims; one that says
     the weight's own shape comes last, and is no array."""
     if not isinstance(tensor, QTensor):
-        yield name, jnp.bfloat16, tuple(tensor.shape[lead:]), "master"
+        yield name, dtype_in(tensor, jnp.bfloat16), tuple(tensor.shape[lead:]), "master"
         return
     layout = tensor.scheme.wire
     names = layout.names(name)
@@ -158,7 +161,7 @@ def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, all_g
     wanted = {}
     for (path, part), found in indices.items():
         own = tensors[path] if part == "master" else tensors[path].arrays[part]
-        dtype = np.dtype(jnp.bfloat16 if part == "master" else own.dtype)
+        dtype = np.dtype(dtype_in(own, jnp.bfloat16) if part == "master" else own.dtype)
         stack = all_gather.Stack(own, dtype, _lead(names[path]))
         wanted[path, part] = all_gather.Piece(stack, range(0 if stack.is_there else min(found), max(found) + 1))
     return wanted
@@ -209,12 +212,16 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def own_gpus(count: int) -> str:
-    """`rollout.engine.visible_gpus` of `count` engines on the GPUs of this process, in turn; empty: it has none."""
+def own_gpus(count: int, shards: int = 1) -> str:
+    """`rollout.engine.visible_gpus` of `count` engines, each of so many shards, on the GPUs of this process, in turn;
+    empty: it has none."""
     numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     seen = visible_gpus()
     names = [seen[number] if seen else str(number) for number in numbers]
-    return ";".join(names[number % len(names)] for number in range(count)) if names else ""
+    if not names:
+        return ""
+    places = [names[number % len(names)] for number in range(count * shards)]
+    return ";".join(",".join(places[first : first + shards]) for first in range(0, len(places), shards))
 
 
 def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:
@@ -253,7 +260,9 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
       limit: CHUNK_BYTES, if not given.
     """
     limit = CHUNK_BYTES if limit is None else limit
-    layers = [list(group) for _, group in itertools.groupby(range(len(places)), lambda n: _layer_of(places[n].name))]
+    layers = [
+        list(group) for _, group in itertools.groupby(range(len(places)), lambda n: formats.layer_of(places[n].name))
+    ]
     ends: list[int] = []
     start = 0
     for layer in layers:
@@ -264,12 +273,6 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
             ends.append(layer[-1] + 1)
             start = places[layer[0]].offset
     return ends
-
-
-def _layer_of(name: str) -> str:
-    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
-    found = re.match(r"(.*\.layers\.\d+)\.", name)
-    return found[1] if found else name.rpartition(".")[0]
 
 
 def spans_of(places: Sequence[_Place], ends: Sequence[int]) -> list[tuple[int, int]]:

@@ -21,8 +21,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qarl_bridge.client import sender
+from qarl_bridge.client import one_base, sender
 from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.one_base import Place
 
 from qarl_jax.types import UserError
 
@@ -39,6 +40,9 @@ class BridgeProcess:
       visible_gpus: its CUDA_VISIBLE_DEVICES; empty: this process's.
       log_file: file that its output is appended to; empty: in the folder.
       host: address of this host that it listens on, at a free port; empty: a unix socket.
+
+    Attributes:
+      base: what of the weights lies in this process's memory, as it is told at every start.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class BridgeProcess:
         self._scratch: messages.Scratch | None = None
         self._log_begin = 0  # of what the process that was started last wrote
         self.process: subprocess.Popen | None = None
+        self.base: Sequence[Place] = ()
 
     def start(self, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> tuple[str, bytes]:
         """(address, key) of a new bridge; one that runs is stopped first.
@@ -74,6 +79,7 @@ class BridgeProcess:
             with socket.create_server((self._host, 0)) as holder:
                 address = f"tcp://{self._host}:{holder.getsockname()[1]}"
         sender.write_folder(model, config, expected)
+        one_base.write(model, self.base)
         if not os.path.exists(key_file):
             messages.create_key(key_file)
         command = [

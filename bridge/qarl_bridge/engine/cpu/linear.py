@@ -247,8 +247,8 @@ class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N] in x.dtype."""
-        outputs, wide = sum(layer.logical_widths), x.double()
-        step = max(1, _DECODED // x.shape[-1])
+        outputs, wide = sum(layer.logical_widths), self.inputs(layer, x).double()
+        step = max(1, _DECODED // wide.shape[-1])
         blocks = (slice(first, first + step) for first in range(0, outputs, step))
         y = torch.cat([wide @ self.weight(layer, block).double().t() for block in blocks], dim=-1).float()
         if bias is not None:

@@ -61,7 +61,8 @@ class BatchInvariantAsymmetricLinear(AsymmetricLayer):
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        rows, weight = x.reshape(-1, x.shape[-1]), self.words(layer)
+        x, weight = self.inputs(layer, x), self.words(layer)
+        rows = x.reshape(-1, x.shape[-1])
         if len(rows) <= int4.PACKED_ROWS:
             y = ops.product(rows, weight, bias=bias)
         else:

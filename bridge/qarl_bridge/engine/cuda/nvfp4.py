@@ -13,7 +13,7 @@ import torch
 from vllm.platforms import current_platform
 
 from qarl_bridge.engine.cuda import int4, ops
-from qarl_bridge.engine.nvfp4_layers import NvFp4Layer
+from qarl_bridge.engine.nvfp4_layers import Given, NvFp4Layer
 from qarl_bridge.protocol import split_k
 from qarl_bridge.protocol.errors import BridgeError
 
@@ -40,21 +40,29 @@ class BatchInvariantNvFp4LinearKernel(NvFp4Layer):
         return current_platform.is_device_capability(90), "the bridge's nvfp4 layers need a Hopper GPU (sm90)"
 
     def held(self, packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Words and turned scales.
+        """Words and turned scales. Raises as `_check`."""
+        self._check(packed.shape[0], 2 * packed.shape[1], packed.device)
+        return served(packed, scale)
+
+    def shared(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trainer's memory. Raises as `_check`."""
+        blocks, n, _ = given.words.shape
+        self._check(n, blocks * split_k.STEP, given.words.device)
+        return given.words, given.scales.view(torch.float8_e4m3fn)
+
+    def _check(self, n: int, k: int, device: torch.device) -> None:
+        """Makes room for the layer.
 
         Raises:
           BridgeError("setup"): a shape that the product does not serve.
         """
-        n, k = packed.shape[0], 2 * packed.shape[1]
         if k % split_k.STEP or n % _OUTPUTS:
             raise BridgeError(
                 f"an nvfp4 layer of {n} outputs and {k} inputs: on CUDA outputs are a multiple of {_OUTPUTS} and "
                 f"inputs of {split_k.STEP}; give this layer w8a8 or bf16 (quant.rules)",
                 "setup",
             )
-        made = served(packed, scale)
-        int4.make_room(n * k, packed.device)
-        return made
+        int4.make_room(n * k, device)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N]."""

@@ -12,11 +12,13 @@ same numbers from the same rules:
     logits       the same product, one part, left in float32
     RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
 
+    shards       y = bf16(((x_0 + x_1) + x_2) + ...) in float32, of a tensor-parallel engine (`engine/all_reduce.py`)
+
 A float64 sum of float32 terms, rounded once to float32, is the same in every order but for one result in some 10^8.
 Products by wgmma are equal to the bit whatever the tile, so tiles and schedules below are free: they decide speed
 alone.
 
-What is left out: experts, tensor parallelism (a shard's product is its own weight's), GPUs without wgmma.
+What is left out: experts, GPUs without wgmma.
 """
 
 from __future__ import annotations
@@ -434,3 +436,24 @@ def rms_norm(
             ADD=residual is not None, num_warps=warps,
         )  # fmt: skip
     return y if residual is None else (y, residual)
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_shards(x_ptr, y_ptr, size, SHARDS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    for shard in tl.static_range(1, SHARDS):
+        total += tl.load(x_ptr + shard * size + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=at < size)
+
+
+def sum_of_shards(every: torch.Tensor) -> torch.Tensor:
+    """bfloat16 or float32 [shards, ...], contiguous -> [...], added in float32 by rank and rounded once."""
+    y = torch.empty_like(every[0])
+    size = y.numel()
+    if size:
+        _sum_shards[(triton.cdiv(size, 1024),)](every, y, size, SHARDS=len(every), BLOCK=1024, num_warps=4)
+    return y

@@ -29,7 +29,7 @@ from qarl_bridge.protocol import formats
 from qarl_bridge.protocol.errors import BridgeError
 
 Tensors = Mapping[str, Any]  # of one weight, by leaf
-_NO_ARRAYS = ("weight_shape", "bias")
+NO_ARRAYS = ("weight_shape", "bias", formats.INDEX)
 
 
 class Columns:
@@ -106,6 +106,20 @@ class Formula:
             return [_bf16((acc.double() * scales.double() * x_scale.double()).float())]
         return [_bf16((acc * x_scale) * scales), _bf16((acc * scales) * x_scale)]
 
+    def expected_split(self, weights: Sequence[Tensors], columns: Columns, twice: Any | None) -> list[Any]:
+        """`expected` of a layer that has some inputs twice, int32 [M]: the sum of both columns. None: of any other."""
+        if twice is None:
+            return self.expected(weights, columns)
+        index, at = columns.index, columns.index[:, None] == twice
+        width = columns.width + len(twice)
+        again = torch.where(at.any(1), columns.width + at.int().argmax(1), index)
+        where = {"computing": columns.one_hot.device, "staged": index.device}
+        own, second = (
+            self.expected(weights, Columns(picked.cpu().numpy(), width, **where)) for picked in (index, again)
+        )
+        there = at.any(1)[:, None].to(own[0].device)
+        return [_bf16(a + torch.where(there, b, 0.0)) for a, b in zip(own, second, strict=True)]
+
 
 def find(tensors: Tensors, activations: str) -> Formula:
     """The row of a weight with these tensors.
@@ -116,7 +130,7 @@ def find(tensors: Tensors, activations: str) -> Formula:
     Raises:
       BridgeError("engine"): tensors that no row has.
     """
-    given = {leaf: tensor.dtype for leaf, tensor in tensors.items() if leaf not in _NO_ARRAYS}
+    given = {leaf: tensor.dtype for leaf, tensor in tensors.items() if leaf not in NO_ARRAYS}
     for formula in FORMULAS:
         if formula.leaves == given:
             return INT4_INT8 if formula is INT4 and activations == "int8" else formula

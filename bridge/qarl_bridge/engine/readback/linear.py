@@ -30,7 +30,7 @@ from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.engine.readback import formulas
 from qarl_bridge.engine.readback.formulas import Columns
 from qarl_bridge.protocol.errors import BridgeError
-from qarl_bridge.protocol.formats import FUSED
+from qarl_bridge.protocol.formats import FUSED, INDEX
 
 # One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
 SAMPLED_ROWS = 16
@@ -52,7 +52,13 @@ class Weight:
     @property
     def first(self) -> Any:
         """The codes, or the values."""
-        return next(tensor for leaf, tensor in self.tensors.items() if leaf not in ("weight_shape", "bias"))
+        return next(tensor for leaf, tensor in self.tensors.items() if leaf not in formulas.NO_ARRAYS)
+
+    @property
+    def twice(self) -> Any | None:
+        """The inputs that it has twice."""
+        index = self.tensors.get(INDEX)
+        return None if index is None else index[0]
 
     @property
     def bias(self) -> Any | None:
@@ -144,7 +150,8 @@ class ReadBack:
                     seen.update(f"{weight.prefix}.{leaf}" for weight in weights for leaf in weight.tensors)
                     formula = formulas.find(weights[0].tensors, self._activations)
                     first = weights[0].first
-                    width = first.shape[1] * formula.inputs
+                    twice = weights[0].twice
+                    width = first.shape[1] * formula.inputs - (0 if twice is None else len(twice))
                     if mode == "full":
                         every = np.arange(width)
                         chunks = (every[start : start + _CHUNK] for start in range(0, width, _CHUNK))
@@ -218,16 +225,16 @@ class ReadBack:
 
         def push(columns: Columns) -> tuple[Any, list[Any], Any]:
             got = module.quant_method.apply(module, columns.one_hot, None).float()
-            alternatives = [x.to(self._device) for x in formula.expected([w.tensors for w in weights], columns)]
+            found = formula.expected_split([w.tensors for w in weights], columns, weights[0].twice)
+            alternatives = [x.to(self._device) for x in found]
             got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
             wrong = ~torch.isfinite(got)
             return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
 
-        width = weights[0].first.shape[1] * formula.inputs
         # `explain` outlives the layer's turn: it does not hold the rows, but makes them anew.
         for columns in asked:
 
-            def explain(picked: np.ndarray = columns.picked) -> None:
+            def explain(picked: np.ndarray = columns.picked, width: int = columns.width) -> None:
                 with torch.inference_mode(), self._context():
                     got, alternatives, wrong = push(self._columns(picked, width, weights[0].first))
                 places = wrong.nonzero().cpu()

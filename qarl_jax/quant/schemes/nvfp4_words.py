@@ -1,0 +1,89 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""nvfp4 in the layout that an engine multiplies: what a learner computes with where the two hold a frozen base once.
+
+The arrays are those of `qarl_bridge.protocol.one_base`, of all outputs that the engine fuses; a weight is some of them.
+A forward makes codes and scales of it, [N, K/2] and [N, K/16], and goes on as nvfp4 does, so that its bits are nvfp4's.
+A scale below 2^-6 is 0 here, which it counts as in a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt8
+from qarl_bridge.protocol import formats, one_base
+
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.quant.contractions import Product
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.schemes import nvfp4
+
+_BYTES = one_base.INPUTS // 2  # of a block's codes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(nvfp4.Config):
+    """Outputs `first` to `end` of a fused weight: codes int32 [..., K/128, N', 16], scales uint8 [..., K/16, N'], and a
+    divisor of its own, float32 [..., 1, 1].
+
+    It is no scheme of a config: a QTensor of nvfp4 becomes one of it, and no version has it.
+    """
+
+    first: int = 0
+    end: int = 0
+
+    @property
+    def wire(self) -> formats.Layout:
+        """None: an engine has it."""
+        raise NotImplementedError("this weight lies in memory that its engine reads; it is not published")
+
+    def shape(self, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        """(..., N, K)."""
+        *leading, blocks, _, _ = arrays["codes"].shape
+        return (*leading, self.end - self.first, blocks * one_base.INPUTS)
+
+    def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
+        """nvfp4's."""
+        return super().dequantize(unpacked(qt))
+
+    def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
+        """nvfp4's."""
+        return super().multiply(used, unpacked(qt), bias, numerics=numerics, product=product)
+
+
+def words(codes: UInt8[Array, "*L N _"]) -> Int32[Array, "*L B N 16"]:
+    """Codes of nvfp4 [..., N, K/2] as an engine's words [..., K/128, N, 16]."""
+    *lead, n, size = codes.shape
+    pairs = codes.reshape(*lead, n, size // _BYTES, 2, 4, 2, 4).astype(jnp.uint32)  # h i f t
+    spread = (pairs & 15) | ((pairs >> 4) << 16)
+    made = sum(spread[..., i, :, :] << jnp.uint32(4 * i) for i in range(4))  # n block h f t
+    at = len(lead)
+    ordered = jnp.transpose(made, (*range(at), at + 1, at, at + 4, at + 3, at + 2))
+    return lax.bitcast_convert_type(ordered.reshape(*lead, size // _BYTES, n, 16), jnp.int32)
+
+
+def turned(scales: Float[Array, "*L N G"]) -> UInt8[Array, "*L G N"]:
+    """e4m3 scales of nvfp4 [..., N, K/16] as an engine's [..., K/16, N]: small ones 0, as bytes."""
+    kept = jnp.where(scales.astype(jnp.float32) < nvfp4.FLUSHED, jnp.zeros_like(scales), scales)
+    return jnp.swapaxes(lax.bitcast_convert_type(kept, jnp.uint8), -1, -2)
+
+
+def unpacked(qt: QTensor) -> QTensor:
+    """The weight as nvfp4's own QTensor, of the same bits."""
+    scheme: Config = qt.scheme
+    rows = slice(scheme.first, scheme.end)
+    held = lax.bitcast_convert_type(qt.codes[..., rows, :], jnp.uint32)
+    *lead, blocks, n, _ = held.shape
+    split = held.reshape(*lead, blocks, n, 4, 2, 2)  # t f h
+    pairs = [((split >> 4 * i) & 15) | (((split >> 4 * i + 16) & 15) << 4) for i in range(4)]
+    stacked = jnp.stack(pairs, axis=-1).astype(jnp.uint8)  # block n t f h i
+    at = len(lead)
+    ordered = jnp.transpose(stacked, (*range(at), at + 1, at, at + 4, at + 5, at + 3, at + 2))
+    scales = lax.bitcast_convert_type(jnp.swapaxes(qt.scales[..., rows], -1, -2), jnp.float8_e4m3fn)
+    arrays = {"codes": ordered.reshape(*lead, n, blocks * _BYTES), "scales": scales}
+    return QTensor(arrays | {"divisor": qt.arrays["divisor"]}, nvfp4.Config())
