@@ -142,7 +142,7 @@ def layer_of(cfg: RunConfig, sequences: int) -> Layer:
         token=least(forward, drawn(ins, sequences), weights, codes),
         forward=least(forward, learned, weights, codes) * tokens / timed,
         both=least(both, learned, weights, codes, drawn(outs, timed)) * tokens / timed,
-        quantize=least(quantize, params) if any(each is not None for each in codes.values()) else 0.0,
+        quantize=least(models.quantizer(graphdef), params) if any(each is not None for each in codes.values()) else 0.0,
     )
 
 

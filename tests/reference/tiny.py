@@ -190,6 +190,8 @@ def _folder_of_all_runs() -> pathlib.Path | None:
         ages = sorted((stat.st_atime, stat.st_size, file) for file in folder.iterdir() if (stat := file.stat()))
     except (OSError, StopIteration):
         return None
+    if not os.access(folder, os.W_OK):
+        return None
     room = _MOST_KEPT
     for _, size, file in reversed(ages):  # those that were read last stay
         room -= size

@@ -128,19 +128,22 @@ def test_a_later_run_publishes_what_moves_where_the_base_is_held_already(served,
     later.close()
 
 
-def test_another_base_is_replaced_whole_and_never_had_adapters_of_this_one(served):
+def test_another_base_is_the_users_to_mend_and_the_version_before_serves_on(served):
     engine, bridges = served
     engine.close()
-    loads, lines = [bridge.engine.loads for bridge in bridges], []
-    later = VllmEngine(engine._config, run_id="later", incarnation=1, log=lines.append)
+    loads = [bridge.engine.loads for bridge in bridges]
+    later = VllmEngine(engine._config, run_id="later", incarnation=1)
     moved = jax.tree.map_with_path(
         lambda path, x: x * 2 if "embed" in jax.tree_util.keystr(path) else x, version(1).params
     )
-    report = later.publish(dataclasses.replace(version(1), params=moved), 0)
-    assert report["base_s"] > 0
-    assert [bridge.engine.loads for bridge in bridges] == [number + 2 for number in loads]
-    assert not any("holds the base" in line for line in lines)
+    with pytest.raises(UserError, match=r"holds another base, of fingerprint .* from run/.* start the bridge again"):
+        later.publish(dataclasses.replace(version(1), params=moved), 0)
     later.close()
+    assert [bridge.engine.loads for bridge in bridges] == loads
+    client = sender.Client(bridges[0].address, KEY, timeout_s=60)
+    again = client.generate(draws(), messages.Sampling(max_tokens=4))
+    assert {one.spans[0].version.run_id for one in again} == {"run"}
+    client.close()
 
 
 def test_adapters_that_a_bridge_was_not_started_for_are_the_users_to_mend(served):
