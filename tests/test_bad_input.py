@@ -27,6 +27,8 @@ from qarl_jax import data, train
 from qarl_jax.rollout.vllm import engine
 from qarl_jax.run.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 ALPHABET = "0123456789+-*= "
 HIDDEN = {
     "architectures": ["Qwen3ForCausalLM"],

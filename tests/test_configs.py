@@ -387,7 +387,7 @@ def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
 
 # ---- options -------------------------------------------------------------------------------------------------------
 
-MOST_OPTIONS = 152
+MOST_OPTIONS = 150
 
 
 def leaf_keys(tree, prefix=""):

@@ -16,9 +16,12 @@ from qarl_jax import plot, train
 from qarl_jax.loop import updates
 from qarl_jax.loop.collector import Collector
 from qarl_jax.observe import recorder
+from qarl_jax.rollout.dynamic_sampling import Collected
 from qarl_jax.run import build, config, stamp
 from qarl_jax.types import UserError
 from tests.reference import rewards, tiny
+
+pytestmark = pytest.mark.usefixtures("shared_learners")
 
 
 @pytest.fixture(scope="module")
@@ -146,19 +149,19 @@ def files(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["finished", "fails", "interrupted"])
 def test_a_start_that_trains_nothing_writes_nothing(run, ends, monkeypatch, capsys):
-    def fails(self, step):
+    def fails(self, step, add):
         raise UserError("no engine")
 
-    def is_interrupted(self, step):
+    def is_interrupted(self, step, add):
         signal.raise_signal(signal.SIGTERM)
-        yield from ()
+        return Collected(groups=[], sampled=[], parts={}, metrics={})
 
     before, more = files(run.run_dir), ["train.steps=3", "optimizer.lr=0.5"]
     if ends == "finished":
         assert train.main(run.command("optimizer.lr=0.5")) == 0
         assert f"done: {run.run_dir} has trained step 2" in capsys.readouterr().out
     else:
-        monkeypatch.setattr(Collector, "stream", fails if ends == "fails" else is_interrupted)
+        monkeypatch.setattr(Collector, "collect", fails if ends == "fails" else is_interrupted)
         assert train.main(run.command(*more)) == (2 if ends == "fails" else 0)
     assert files(run.run_dir) == before
 

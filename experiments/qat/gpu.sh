@@ -1,6 +1,7 @@
 # SmolLM2-135M through all of its layers on one GPU, and beside it GPTQ and end-to-end training, on the same text with the same
-# groups. MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of perplexities. A killed run
-# goes on with the same command. TINY=1 tries it on a CPU with the quickstart's policy. Arguments are overrides of all arms.
+# groups: all at once, in some 30 GB. MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of
+# perplexities. A killed run goes on with the same command. Arguments are overrides of all arms. PARTS="gptq by_blocks" runs
+# some. TINY=1 tries it on a CPU with the quickstart's policy.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_COMPILATION_CACHE_DIR=$MODELS/xla
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
@@ -31,7 +32,7 @@ by_blocks() {
   qat w3 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]'
   qat w4 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]'
 }
-for part in gptq end_to_end by_blocks; do
+for part in ${PARTS:-gptq end_to_end by_blocks}; do
   if [ -n "${TINY:-}" ]; then $part; else $part & fi
 done
 wait

@@ -111,8 +111,7 @@ def layer_of(cfg: RunConfig, sequences: int) -> Layer:
     config = build.model_config(cfg, cfg.quant.forward)
     config = dataclasses.replace(config, num_layers=1, vocab_size=WORDS)
     graphdef, params, _ = models.split(models.random_model(config, 0))
-    quantize = jax.jit(functools.partial(models.quantize_params, graphdef))
-    low, masters = models.by_path(quantize(params)), models.by_path(params)
+    low, masters = models.by_path(models.quantizer(graphdef)(params)), models.by_path(params)
     # A stack of one layer; experts have a dimension more.
     names = [name for name, w in masters.items() if name.endswith(".kernel") and w.ndim == 3]
     first = functools.partial(jax.tree.map, lambda x: x[0])
@@ -143,7 +142,7 @@ def layer_of(cfg: RunConfig, sequences: int) -> Layer:
         token=least(forward, drawn(ins, sequences), weights, codes),
         forward=least(forward, learned, weights, codes) * tokens / timed,
         both=least(both, learned, weights, codes, drawn(outs, timed)) * tokens / timed,
-        quantize=least(quantize, params) if any(each is not None for each in codes.values()) else 0.0,
+        quantize=least(models.quantizer(graphdef), params) if any(each is not None for each in codes.values()) else 0.0,
     )
 
 

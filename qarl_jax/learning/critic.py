@@ -40,7 +40,6 @@ Sources: PPO (https://arxiv.org/abs/1707.06347), GAE (https://arxiv.org/abs/1506
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -55,7 +54,7 @@ from jaxtyping import Array, Float
 from qarl_jax import models, quant
 from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.learning.state import TrainState, fresh_state
-from qarl_jax.learning.trainable import ALL, Trainable, joined
+from qarl_jax.learning.trainable import ALL, Trainable, holder, joined
 from qarl_jax.loss import Loss, normalized
 from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_rewards, turn_starts, whiten
 from qarl_jax.loss.value import explained_variance
@@ -166,7 +165,7 @@ def of_policy(
     )
     graphdef = models.split(models.abstract_model(config))[0]
     with launching(mesh):
-        copied = jax.jit(functools.partial(trainable.held, graphdef))(trainable.frozen(own))
+        copied = holder(trainable, graphdef)(trainable.frozen(own))
     return united(trainable.learned(own), trainable.learned(held)), united(copied, trainable.frozen(held))
 
 

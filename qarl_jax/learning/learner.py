@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qarl_jax import models, quant
 from qarl_jax.learning import pieces
 from qarl_jax.learning.state import TrainState, fresh_state
-from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
+from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, holder, joined
 from qarl_jax.loss import Loss, Objective, normalized
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
@@ -207,11 +207,7 @@ class Learner:
         own = trainable.frozen(params)
         places = part_of(self._places, models.by_path(own).__contains__)
         with launching(self.mesh):
-            return self._holder(trainable)(jax.device_put(own, places))
-
-    @functools.lru_cache(maxsize=4)  # noqa: B019 -- a learner lives as long as its process
-    def _holder(self, trainable: Trainable) -> Any:
-        return jax.jit(functools.partial(trainable.held, self.graphdef))
+            return holder(trainable, self.graphdef)(jax.device_put(own, places))
 
     def model(self, params: Any) -> models.Transformer:
         """The model itself, for export and inspection. Frozen QTensors stand for their masters, dequantized."""
@@ -239,7 +235,7 @@ class Learner:
 
     def quantizer(self, graphdef: nnx.GraphDef) -> Callable[[Any], Any]:
         """`quantize` for the same masters under another graph definition's scheme (a sampler's of its own)."""
-        compiled = self._quantizer(graphdef)
+        compiled = models.quantizer(graphdef)
 
         def quantize(params: Any) -> Any:
             with launching(self.mesh):
@@ -250,10 +246,6 @@ class Learner:
                 return united(compiled(params), self._fixed[graphdef])
 
         return quantize
-
-    @functools.lru_cache(maxsize=4)  # noqa: B019 -- a learner lives as long as its process
-    def _quantizer(self, graphdef: nnx.GraphDef) -> Any:
-        return jax.jit(functools.partial(models.quantize_params, graphdef))
 
     # ---- compiling ahead of time ------------------------------------------------------------------------------------
 
@@ -308,12 +300,13 @@ class Learner:
             with jax.set_mesh(self.mesh), progress.task(f"compiling {name}"):
                 return program.lower(*arguments).compile()
 
-        sources = [(self._quantizer(self.graphdef), state.params)]
+        sources = [(models.quantizer(self.graphdef), state.params)]
         kept = nnx.State({}) if self.keeper is None else self.keeper.abstract()
         if self.trainable.freeze:  # as a policy is read (`build.load_policy`)
             frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
             own = part_of(frozen, lambda path: path not in models.by_path(kept))
-            sources += [(self._holder(self.trainable), group) for group in pieces.together(self.config, own)]
+            hold = holder(self.trainable, self.graphdef)
+            sources += [(hold, group) for group in pieces.together(self.config, own)]
         programs = [compiled("quantization", *source) for source in sources]
         with jax.set_mesh(self.mesh):
             made = [jax.eval_shape(*source) for source in sources]

@@ -9,7 +9,6 @@ QTensor is 5 GiB. A device that has room for the base must not need room for two
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import models
-from qarl_jax.learning.trainable import Trainable
+from qarl_jax.learning.trainable import Trainable, holder
 from qarl_jax.models.params import path_of, united
 from qarl_jax.models.transformer import partners, quantizable
 from qarl_jax.runtime import mesh as sharding
@@ -63,7 +62,7 @@ def read(
     parts = cut(config, keeper is not None)
     abstract = models.abstract_model(parts)
     graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
-    hold = jax.jit(functools.partial(trainable.held, graphdef))
+    hold = holder(trainable, graphdef)
     learned: list[nnx.State] = []
     frozen: list[nnx.State] = []
     waiting: dict[str, Any] = {}

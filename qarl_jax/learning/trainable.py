@@ -24,6 +24,7 @@ Left out: parts of a leaf (some layers of a stack), which share one array.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection
 from typing import Any
@@ -94,6 +95,12 @@ class Trainable:
         covered = models.by_path(qtensors)
         plain = part_of(frozen, lambda path: path not in covered)
         return united(qtensors, jax.tree.map(lambda x: jnp.array(x, dtype_in(x, dtype), copy=True), plain))
+
+
+@functools.lru_cache(maxsize=32)
+def holder(trainable: Trainable, graphdef: Any) -> Any:
+    """`trainable.held` under this graph definition, compiled; learners of one policy share its programs."""
+    return jax.jit(functools.partial(trainable.held, graphdef))
 
 
 ALL = Trainable()

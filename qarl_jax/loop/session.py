@@ -107,8 +107,11 @@ class Session:
         return np.concatenate(ours), np.concatenate(theirs)
 
     def train_step(self) -> dict[str, float]:
-        """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics."""
-        collected = self._updates.arriving(self._collector.collect, self.state, self.step)
+        """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics.
+
+        No update begins before all groups are there, so that a cell which is interrupted until then changes nothing.
+        """
+        collected = self._collector.collect(self.step)
         self._collector.keep()
         groups, advantages = advantages_of(self.cfg, collected.groups)
         self.state, learning = self._updates.run(self.state, groups, advantages, self.step)

@@ -344,7 +344,8 @@ def _masters(cfg: RunConfig) -> Knob:
         cost=Cost(bits=8),
         notes=("masters are bfloat16, rounded stochastically",),
     )
-    return [Choice(settings={"model.param_dtype": "float32"}), half]
+    full = {"optimizer.master_rounding": "nearest", "model.param_dtype": "float32"}  # set in this order
+    return [Choice(settings=full), half]
 
 
 def _cache(cfg: RunConfig, size: int) -> Knob:

@@ -39,6 +39,7 @@ from qarl_jax.models.params import (
     merge_splits,
     parse_rules,
     quantize_params,
+    quantizer,
     random_leaves,
     random_masters,
     random_model,

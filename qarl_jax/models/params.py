@@ -214,7 +214,7 @@ def finish(graphdef: nnx.GraphDef, params: nnx.State) -> Transformer:
     """Masters -> the model, its QTensors made from them."""
     if not config_of(graphdef).quant.rules:
         return merge(graphdef, params, nnx.State({}))
-    return merge(graphdef, params, jax.jit(functools.partial(quantize_params, graphdef))(params))
+    return merge(graphdef, params, quantizer(graphdef)(params))
 
 
 def parse_rules(scheme: Any, group_size: int | None = None) -> Rules:
@@ -280,6 +280,12 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
         keys = there[path]
         out[(*keys[:-1], "quantized")] = Quantized(qtensor, axes=masters[keys].get_metadata()["axes"])
     return nnx.from_flat_state(out)
+
+
+@functools.lru_cache(maxsize=32)
+def quantizer(graphdef: nnx.GraphDef) -> Any:
+    """`quantize_params` of this graph definition, compiled: all that quantize under it share its programs."""
+    return jax.jit(functools.partial(quantize_params, graphdef))
 
 
 def path_keys(path: str) -> tuple[str | int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class Muon(Common):
     """Muon on matrices, AdamW on everything else. Defaults: QaRL (arXiv 2604.07853): lr 1e-6, weight decay 0.01.
 
     Attributes:
-      momentum: decay of the gradient's running average.
+      momentum: decay of the gradient's running average (not from a config).
       nesterov: look one gradient ahead (not from a config).
       matmul_precision: of the iteration's products. "default" is what an accelerator does fastest with float32 (TF32 on
         a GPU, one pass of bfloat16 on a TPU), "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds what is
@@ -104,7 +104,9 @@ class Muon(Common):
       adamw_lr: peak learning rate of the other parameters (`AdamW`, without decay); None: `lr`.
     """
 
-    momentum: float = 0.95
+    retired: ClassVar[dict[str, str]] = {"momentum": "Muon's is 0.95, as its authors' is; leave it out."}
+
+    momentum: float = internal(0.95)
     nesterov: bool = internal(True)
     matmul_precision: muon.Precision = "default"
     adamw_lr: float | None = None

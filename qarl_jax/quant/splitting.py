@@ -21,8 +21,9 @@ layer's, and 1.4 to 1.5 times with halving alone.
 groups are appended, so their number is rounded up to the group, and no column is left empty.
 
 **In a model** (`models.Linear`) the index stands beside the kernel, like a bias, and never learns. Layers of a stack
-have one number of places, the last layer's. The places that an earlier layer does not need have the index K, which
-duplicates a zero: these columns stay zero, learn nothing, and take room. Layers that an engine fuses have one index.
+have one number of places: what the last layer needs, in blocks of 128 where K comes in such. Places that a layer does
+not need have the index K, which duplicates a zero: these columns stay zero, learn nothing, and take room. Layers that
+an engine fuses have one index.
 
 **Left out.** MoE models, adapters, tensor-parallel engines. Masters are rounded to bfloat16 before they are quantized,
 which may move a half over the edge of its code.
@@ -33,6 +34,7 @@ Source: Bit-by-Bit, arXiv 2604.07888 (second-hand). Splitting: OCS, arXiv 1901.0
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -53,8 +55,9 @@ class Splitting:
     group: int
 
     def places(self, inputs: int) -> int:
-        """Inputs that a layer has besides its own K, in every layer."""
-        return number(inputs, self.share, 1, 2, self.group)
+        """Inputs that a layer has besides its own K, in every layer; errors as `number`."""
+        number(inputs, self.share, 1, 2, self.group)
+        return formats.places(inputs, self.share, self.group)
 
 
 def scores(norms: Float[Array, " K"], w: Float[Array, "N K"]) -> Float[Array, " K"]:
@@ -75,7 +78,8 @@ def number(inputs: int, share: float, layer: int, layers: int, group: int) -> in
         raise UserError(f"the share of duplicated inputs must lie between 0 and 1, got {share}.")
     if inputs % group:
         raise UserError(f"{inputs} inputs are no multiple of the group {group}: choose another quant.group_size.")
-    return formats.places(inputs, share * layer / max(1, layers - 1), group)
+    wanted = inputs * share * layer / max(1, layers - 1)
+    return math.ceil(round(wanted, 6) / group) * group
 
 
 def chosen(score: Float[Array, " K"], count: int) -> Int[Array, " M"]:

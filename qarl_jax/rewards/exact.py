@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -21,12 +21,14 @@ class Config:
 
     Attributes:
       extract: the place in the response where its answer is looked for (see `extract.extract`).
-      ignore_case: compare text without case.
       truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
     """
 
+    retired: ClassVar[dict[str, str]] = {
+        "ignore_case": "text is compared without case; a function of yours (reward.name=python) may do otherwise."
+    }
+
     extract: extract.Extraction = "auto"
-    ignore_case: bool = True
     truncated: Literal["zero", "score"] = "zero"
 
 
@@ -40,4 +42,4 @@ class Reward(BaseReward):
         if not sample.finished and self.cfg.truncated == "zero":
             return 0.0
         given = extract.extract(sample.text, self.cfg.extract)
-        return float(given is not None and extract.same(given, sample.prompt.answer, ignore_case=self.cfg.ignore_case))
+        return float(given is not None and extract.same(given, sample.prompt.answer))

@@ -182,8 +182,8 @@ def number(text: str) -> Fraction | None:
     return -value if is_negative else value
 
 
-def normalize(text: str, *, ignore_case: bool = True) -> str:
-    """Text for comparison: single spaces; no quotes, type or mathematics marks around it; no final full stop."""
+def normalize(text: str) -> str:
+    """Text for comparison: lower case, single spaces, no quotes, type or mathematics marks around it, no full stop."""
     out = " ".join(text.split())
     for _ in range(8):
         before = out
@@ -195,15 +195,15 @@ def normalize(text: str, *, ignore_case: bool = True) -> str:
             out = styled[1].strip()
         if out == before:
             break
-    return out.casefold() if ignore_case else out
+    return out.casefold()
 
 
-def same(given: str, expected: str, *, ignore_case: bool = True) -> bool:
+def same(given: str, expected: str) -> bool:
     """Tells whether two answers are equal as numbers, or else as normalised text.
 
     A number that is expected may be given with its unit behind it: "18 apples", "18 km per hour" for 18.
     """
-    left, right = normalize(given, ignore_case=ignore_case), normalize(expected, ignore_case=ignore_case)
+    left, right = normalize(given), normalize(expected)
     if left == right:
         return True
     a, b = number(left), number(right)

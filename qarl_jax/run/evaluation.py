@@ -111,7 +111,7 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     correct = scores >= 1.0
     settings = None if verifier is None else getattr(grader.rewards[verifier], "cfg", None)
     answers = [[_answer(group, i, settings) for i in range(num_samples)] for group in groups]
-    votes = [[_vote(answer, settings) for answer in row] for row in answers]
+    votes = [[_vote(answer) for answer in row] for row in answers]
 
     questions = [(group.prompt.text, group.prompt.answer) for group in groups]
     different = len(set(questions))
@@ -153,11 +153,11 @@ def _answer(group: RolloutGroup, index: int, settings: Any) -> str | None:
     return extract.extract(group.texts[index], getattr(settings, "extract", "auto"))
 
 
-def _vote(answer: str | None, settings: Any) -> Hashable | None:
+def _vote(answer: str | None) -> Hashable | None:
     """Returns the vote of an answer: numbers by value, everything else as normalised text."""
     if answer is None:
         return None
-    text = extract.normalize(answer, ignore_case=getattr(settings, "ignore_case", True))
+    text = extract.normalize(answer)
     value = extract.number(text)
     return text if value is None else value
 

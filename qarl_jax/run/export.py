@@ -23,7 +23,6 @@ The folder written holds the tokenizer and everything else that a model folder n
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import pathlib
@@ -97,7 +96,7 @@ def export_model(
         raise UserError("--scheme bf16 quantizes nothing: name a low-bit scheme, for example w4a16.")
     with on_disk.whole_folder(out) as staging:
         graphdef, masters = models.load_masters(model, config)
-        qweights = jax.jit(functools.partial(models.quantize_params, graphdef))(masters)
+        qweights = models.quantizer(graphdef)(masters)
         copy_kept(model, staging)
         write_quantized(graphdef, masters, qweights, staging)
 

@@ -43,7 +43,7 @@ _ARITHMETIC: dict[str, tuple[Any, ...]] = {
 _RETIRED = (
     *("checkpoint.keep_every", "checkpoint.asynchronous", "eval.ks", "eval.top_k"),
     *("rollout.top_p", "rollout.top_k", "rollout.engine.log_file"),
-    *("reward.recycle_after", "train.error_prob", "train.histograms"),
+    *("distributed.timeout_s", "reward.recycle_after", "train.error_prob", "train.histograms"),
     *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
     *("rollout.engine.endpoints_file", "rollout.engine.hedge", "rollout.engine.launch"),
     *("rollout.engine.max_num_batched_tokens", "rollout.engine.max_restarts", "rollout.engine.min_slots"),
@@ -51,7 +51,17 @@ _RETIRED = (
     *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.request_timeout_s"),
     *("rollout.engine.response_bucket", "loss.max_response_len"),
 )
-_MUON = ("scale", "nesterov", "newton_schulz_steps", "eps", "adamw_b1", "adamw_b2", "adamw_eps", "adamw_weight_decay")
+_MUON = (
+    "momentum",
+    "scale",
+    "nesterov",
+    "newton_schulz_steps",
+    "eps",
+    "adamw_b1",
+    "adamw_b2",
+    "adamw_eps",
+    "adamw_weight_decay",
+)
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 
@@ -100,6 +110,7 @@ def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
             for name in _MUON:
                 optimizer.pop(name, None)
         (optimizer.get("schedule") or {}).pop("decay_updates", None)
+    _drop(found.get("reward"), "ignore_case")
     train = found.get("train") or {}
     if train.pop("packing", "packed") == "unpacked":
         train["max_segments"] = 1
@@ -114,6 +125,15 @@ def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
     if any(value not in _ARITHMETIC[name] for name, value in retired.items()):
         engine["arithmetic"] = "vllm"
     return found
+
+
+def _drop(section: Any, name: str) -> None:
+    """Drops a setting from a section and from those inside it."""
+    if isinstance(section, dict):
+        section.pop(name, None)
+    inside = section.values() if isinstance(section, dict) else section if isinstance(section, list) else ()
+    for each in inside:
+        _drop(each, name)
 
 
 def _tbpo_as_today(loss: dict[str, Any]) -> None:

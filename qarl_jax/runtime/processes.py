@@ -29,7 +29,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from qarl_jax.runtime import peers
 from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
+WAIT_S = 300  # for the other processes, at the start
 GRACE_S = 30  # JAX waits so much longer for the others than we do
 PIECE_BYTES = 2**24  # of each process's bytes that a collective has on the devices at once
 MEETING_S = 7 * 24 * 3600  # a process that ends meanwhile ends all of them: peers.py
@@ -59,14 +60,14 @@ class Config:
       process_id: which one this is, from 0; -1: as the cluster says.
       local_devices: ids of the host's GPUs that this process takes; empty: JAX's choice, which is a single one per
         process under SLURM and Open MPI, and all of them elsewhere.
-      timeout_s: seconds to wait for the others at the start.
     """
+
+    retired: ClassVar[dict[str, str]] = {"timeout_s": "processes wait 300 s for each other at the start; leave it out."}
 
     coordinator: str = ""
     num_processes: int = 0
     process_id: int = -1
     local_devices: tuple[int, ...] = ()
-    timeout_s: int = 300
 
     def __post_init__(self) -> None:
         if self.coordinator not in ("", AUTO) and not self.coordinator.rpartition(":")[2].isdigit():
@@ -75,7 +76,6 @@ class Config:
                 " TPU or GKE tell), or empty (one process)."
             )
         at_least(self, 0, "num_processes", note="; 0: as the cluster says")
-        at_least(self, 1, "timeout_s")
         if self.process_id < -1 or 0 < self.num_processes <= self.process_id:
             raise UserError(
                 f"process_id={self.process_id} must be -1 (as the cluster says) or count from 0 below num_processes="
@@ -104,14 +104,14 @@ def start(cfg: Config) -> None:
 
     def give_up() -> None:  # before JAX does, which aborts the process with a trace of C++
         print(
-            f"error: distributed.coordinator={cfg.coordinator}: the processes did not all meet within {cfg.timeout_s} s"
-            " (distributed.timeout_s). Start every one of them, and check host, port and firewall.",
+            f"error: distributed.coordinator={cfg.coordinator}: the processes did not all meet within {WAIT_S} s."
+            " Start every one of them, and check host, port and firewall.",
             file=sys.stderr,
             flush=True,
         )
         os._exit(2)
 
-    patience = threading.Timer(cfg.timeout_s, give_up)
+    patience = threading.Timer(WAIT_S, give_up)
     patience.daemon = True
     patience.start()
     try:
@@ -120,7 +120,7 @@ def start(cfg: Config) -> None:
             cfg.num_processes or None,
             None if cfg.process_id < 0 else cfg.process_id,
             list(cfg.local_devices) or None,
-            initialization_timeout=cfg.timeout_s + GRACE_S,
+            initialization_timeout=WAIT_S + GRACE_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except ValueError as error:

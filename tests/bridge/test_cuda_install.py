@@ -119,6 +119,19 @@ def test_layers_with_zero_points_are_held_as_they_are_multiplied_with_t_of_each_
         for rows in (1, 4, 6):  # words as they are, and decoded
             found = kernel.apply_weights(layer, one[None, :rows])
             assert torch.equal(found[0].float(), weight.t()[[0, 5, 77, 128, 200, 255]][:rows])
+        # Half of the inputs are others of them once more, or zeros.
+        split, _ = layer_of(n, k, group)
+        for name, value in held.items():
+            getattr(split, name).data.copy_(value)
+        twice = torch.full((3, 128), 128, dtype=torch.int32)
+        twice[:, :2] = torch.tensor([5, 77])
+        split.register_parameter("input_index", torch.nn.Parameter(twice, requires_grad=False))
+        wider = asym.BatchInvariantAsymmetricLinear(3, group, False, 1.0)
+        wider.process_weights_after_loading(split)
+        every = torch.eye(256)
+        both = every[[0, 5, 77]] + torch.cat([torch.zeros(1, 256), every[[128, 129]]])
+        found = wider.apply_weights(split, torch.eye(128)[[0, 5, 77]])
+        assert torch.equal(found, kernel.apply_weights(layer, both))
         for shape in ((96, 192, 64), (92, 256, 64), (96, 384, 48)):
             other = asym.BatchInvariantAsymmetricLinear(3, shape[2], False)
             try:

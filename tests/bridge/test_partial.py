@@ -312,5 +312,5 @@ def test_a_folder_that_an_engine_was_started_from_is_a_base_for_adapters(tmp_pat
     partial = sender.stage(own.items(), version=of(step=1), over=first, **identity)
     bridge._good.check(partial.manifest)
     changed = sender.stage((named | own | {K_WEIGHT: BASE(1)[K_WEIGHT]}).items(), version=of(step=0), **identity)
-    with refused("base", "the engine holds one of fingerprint"):
+    with refused("foreign_base", "the engine holds another base, of fingerprint [0-9a-f]{12} from initial/0/0"):
         bridge._good.check(sender.stage(own.items(), version=of(step=1), over=changed, **identity).manifest)

@@ -27,6 +27,8 @@ from tests.reference.fleet_world import Bridge, weights
 from tests.reference.numbered import Source
 from tests.reference.rollouts import completion
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 STEPS, LENGTH = 12, 6
 
 

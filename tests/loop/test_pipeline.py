@@ -19,6 +19,8 @@ from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
 from tests.reference.rollouts import completion, group_of
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 PROMPTS = [Prompt(uid=f"p{n}", tokens=(1, n), text="", answer="") for n in range(4)]
 COMPLETIONS = [[completion(np.arange(n + j + 1), np.zeros(n + j + 1)) for j in range(2)] for n in range(4)]
 

@@ -85,7 +85,9 @@ MORE = {"train": {"update_epochs": 2, "mask_truncated": True}}
 @pytest.fixture(scope="module", params=[(8, {}), pytest.param((4, MORE), marks=pytest.mark.nightly)])
 def run(request, tmp_path_factory):
     made = Run(tmp_path_factory.mktemp("tail"), request.param[0], **request.param[1])
-    made.draw = staggered(made.draw)
+    made.draw, session, collect = staggered(made.draw), made.session, made.session._collector.collect
+    # As `train` collects.
+    session._collector.collect = lambda step: session._updates.arriving(collect, session.state, step)
     yield made
     made.session.close()
 

@@ -19,6 +19,8 @@ from qarl_jax.runtime import mesh
 from qarl_jax.types import TrainBatch
 from tests.reference import tiny
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 ROWS, LENGTH = 4, 16
 
 

@@ -223,6 +223,9 @@ def test_bfloat16_masters_are_advised_with_the_rounding_that_moves_them(run):
     )
     advised = choose.savings(run(*words, "optimizer.offload=true"), smallest * GIB)
     assert {"model.param_dtype=bfloat16", "optimizer.master_rounding=stochastic"} <= set(advised)
+    rounded = run(*words, "model.param_dtype=bfloat16", "optimizer.master_rounding=stochastic")
+    smallest = next(size for size in range(60, 20, -1) if not choose.fits(rounded, size * GIB))
+    assert choose.savings(rounded, smallest * GIB) == ["optimizer.offload=true"]
     with pytest.raises(UserError, match=r"is for bfloat16 masters: set model\.param_dtype=bfloat16"):
         run("optimizer.master_rounding=stochastic")
 

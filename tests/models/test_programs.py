@@ -18,8 +18,7 @@ ROWS, LENGTH = 16, 64
 def two_programs(scheme):
     """Log-probs [ROWS, LENGTH] of one policy, from a program that computes nothing else and from its gradient's."""
     config = model_config(128, quant=models.parse_rules(scheme), num_layers=4, initializer_range=0.05)
-    graphdef, params, _ = models.split(models.random_model(config, seed=3))
-    qweights = models.quantize_params(graphdef, params)
+    graphdef, params, qweights = models.split(models.random_model(config, seed=3))
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(3, len(ALPHABET), (ROWS, LENGTH)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)

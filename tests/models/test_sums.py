@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that are added in the backward: the bits of those that are added afterwards, in less memory."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -59,13 +61,21 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", CASES)
-def test_sums_have_the_bits_of_gradients_that_are_added_afterwards(scheme, monkeypatch):
-    with monkeypatch.context() as patch:
-        afterwards(patch)
-        wanted = accumulated(*learner(scheme, **CASES[scheme]))
-    monkeypatch.setattr(sums, "in_place", lambda dtype: True)
-    found = accumulated(*learner(scheme, **CASES[scheme]))
+@pytest.mark.parametrize(
+    ("scheme", "compiled"),
+    [
+        ("w4a16:g32", "as a run"),
+        *((scheme, "fast") for scheme in ("w8a8", "bf16")),
+        *(pytest.param(scheme, "as a run", marks=pytest.mark.nightly) for scheme in ("w8a8", "bf16")),
+    ],
+)
+def test_sums_have_the_bits_of_gradients_that_are_added_afterwards(scheme, compiled, monkeypatch, tmp_path_factory):
+    with tiny.compiled_programs(tmp_path_factory) if compiled == "fast" else contextlib.nullcontext():
+        with monkeypatch.context() as patch:
+            afterwards(patch)
+            wanted = accumulated(*learner(scheme, **CASES[scheme]))
+        monkeypatch.setattr(sums, "in_place", lambda dtype: True)
+        found = accumulated(*learner(scheme, **CASES[scheme]))
     assert_same_bits(found, wanted)
     assert all(np.any(np.asarray(x)) for x in jax.tree.leaves(found))
 
@@ -90,6 +100,7 @@ def program_bytes(made, state):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_programs")  # what a loop carries is decided before LLVM
 def test_no_second_copy_of_the_gradients_exists(monkeypatch):
     made, state = learner("w8a8", hidden=256, num_layers=8, remat="full")
     stacks = sum(x.nbytes for x in jax.tree.leaves(state.params["stacks"]))

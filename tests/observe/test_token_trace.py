@@ -24,6 +24,8 @@ from qarl_jax.types import Prompt
 from tests.reference import tiny
 from tests.reference.rollouts import completion, group_of
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 KEPT, ABOVE, BELOW, REJECTED, NO_SIGNAL = range(len(tokens.FATES))
 
 

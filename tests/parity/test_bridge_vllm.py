@@ -62,7 +62,7 @@ def weights(scheme, seed):
     model = models.Transformer(config, nnx.Rngs(seed))
     graphdef, params, _ = models.split(model)
     params = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)
-    return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantizer(graphdef)(params))
 
 
 def _read(scheme):

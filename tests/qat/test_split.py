@@ -2,14 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose outlier channels are split: the same function before training, trained by qat, and merged by export."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from qarl_jax import models, train
+from qarl_jax.models.config import Lora
 from qarl_jax.quant.splitting import Splitting
+from qarl_jax.rollout.vllm.engine import engine_config
 from qarl_jax.run import export, made
+from qarl_jax.types import UserError
 from tests.qat.test_qat import run, tree
 from tests.reference import split_model, tiny
 
@@ -81,6 +86,14 @@ def test_rl_starts_from_a_split_policy_and_its_export_starts_another(world, untr
     assert list(before) == list(after)
     for name in before:
         assert np.array_equal(before[name], after[name]) == name.endswith("input_index"), name
+
+
+def test_what_has_no_place_for_the_index_is_refused(untrained):
+    config = models.read_config(untrained[1], quant=models.parse_rules("w8a8"))
+    with pytest.raises(UserError, match=r"no layer for model\.layers.* in w8a8, whose channels are split"):
+        engine_config(models.split(models.abstract_model(config))[0])
+    with pytest.raises(UserError, match="no experts, no adapters and no tensor-parallel engine"):
+        dataclasses.replace(config, lora=Lora(rank=4, scale=1.0))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_running_engine_is_switched_between_widths_by_a_publish():
 
     def at(bits):
         own = models.at_width(graphdef, bits)
-        return PolicyWeights(graphdef=own, params=params, qweights=models.quantize_params(own, params))
+        return PolicyWeights(graphdef=own, params=params, qweights=models.quantizer(own)(params))
 
     def drawn(engine, bits, version):
         engine.publish(at(bits), version)

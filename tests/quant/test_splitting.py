@@ -111,6 +111,7 @@ def test_a_split_layer_computes_what_the_layer_did_and_errs_less_than_with_halvi
 def test_the_share_grows_linearly_with_depth_in_whole_groups():
     assert [splitting.number(1024, 0.25, layer, 5, 32) for layer in range(5)] == [0, 64, 128, 192, 256]
     assert [splitting.number(1024, 0.01, layer, 3, 32) for layer in range(3)] == [0, 32, 32]
+    assert [splitting.Splitting(0.05, 32).places(inputs) for inputs in (576, 4096, 12288)] == [32, 256, 640]
     with pytest.raises(UserError, match="between 0 and 1"):
         splitting.number(1024, 1.5, 0, 3, 32)
     with pytest.raises(UserError, match="no multiple of the group"):

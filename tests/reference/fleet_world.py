@@ -12,7 +12,6 @@ import tempfile
 import threading
 from typing import Any
 
-from flax import nnx
 from qarl_bridge.protocol import messages
 from qarl_bridge.server import bridge as server
 from qarl_bridge.server.fake_engine import FakeEngine
@@ -30,20 +29,24 @@ PROMPTS = [Prompt(uid=f"p{i}", tokens=(1, 2, i), text="", answer="") for i in ra
 KEY = bytes(range(32))
 
 
-@functools.cache
-def weights(seed: int = 0, scheme: str = "w4a16:g32", profile: str = "plain") -> PolicyWeights:
-    """Two layers of a Qwen3, quantized."""
+def config(scheme: str = "w4a16:g32", profile: str = "plain") -> models.ModelConfig:
+    """Two layers of a Qwen3."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(MODEL))
-        config = models.read_config(
+        return models.read_config(
             folder,
             compute_dtype="float32",
             param_dtype="float32",
             quant=models.parse_rules(scheme),
             numerics=quant.resolve(profile),
         )
-    graphdef, params, _ = models.split(models.Transformer(config, nnx.Rngs(seed)))
-    return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+
+
+@functools.cache
+def weights(seed: int = 0, scheme: str = "w4a16:g32", profile: str = "plain") -> PolicyWeights:
+    """Random weights of `config`, quantized."""
+    graphdef, params, qweights = models.split(models.random_model(config(scheme, profile), seed))
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
 
 
 def key_file(folder: pathlib.Path) -> str:

@@ -43,7 +43,7 @@ DRAWS = [messages.Draw(prompt=[1 + i, 5, 7], seed=i) for i in range(6)]
 def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
     """Another version of the same policy."""
     params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, weights.params)
-    return dataclasses.replace(weights, params=params, qweights=models.quantize_params(weights.graphdef, params))
+    return dataclasses.replace(weights, params=params, qweights=models.quantizer(weights.graphdef)(params))
 
 
 class Trainer:

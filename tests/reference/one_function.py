@@ -86,10 +86,10 @@ def moved(model: models.Transformer, size: float = 1e-3) -> models.Transformer:
     """As updates leave a policy: no master, no norm's weight among them, is a bfloat16 number or one any longer."""
     graphdef, params, _ = models.split(model)
     leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    leaves = [x + size * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    rng = np.random.default_rng(0)
+    leaves = [x + np.asarray(size * rng.standard_normal(x.shape), x.dtype) for x in leaves]
     params = jax.tree.unflatten(structure, leaves)
-    return models.merge(graphdef, params, models.quantize_params(graphdef, params))
+    return models.merge(graphdef, params, models.quantizer(graphdef)(params))
 
 
 def logprobs(model: models.Transformer, responses: list[RolloutGroup], way: Way, temperature: float) -> list[Any]:

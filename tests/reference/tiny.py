@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -21,7 +22,10 @@ from jax._src import compiler, lru_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax import data, models
+from qarl_jax.learning.learner import Learner
 from qarl_jax.models import ModelConfig
+from qarl_jax.optim import build as optim
+from qarl_jax.optim import leafwise
 from qarl_jax.run import build, config
 from tests.reference import rewards
 
@@ -33,14 +37,15 @@ CACHE: dict[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.03,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-# Programs compile in a tenth of the time without LLVM's optimizations and XLA's emitters of fused loops. The second
-# setting is for GPUs and changes nothing here, but it is part of JAX's key in memory, as the first is not: no program
-# made so is taken for a run's own.
+# Programs compile in a tenth of the time without LLVM's optimizations, XLA's emitters of fused loops, and a split into
+# parts for several threads. The second setting is for GPUs and changes nothing here, but it is part of JAX's key in
+# memory, as the first is not: no program made so is taken for a run's own.
 FAST = {"jax_disable_most_optimizations": True, "jax_ragged_dot_use_gpu_pallas_triton_lowering": True}
-FAST_FLAG = ("xla_cpu_use_fusion_emitters", False)
-# XLA's compiler for GPUs refuses the flag.
+FAST_FLAGS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+# XLA's compiler for GPUs refuses the flags.
 if "QARL_OPTIMIZE" not in os.environ and "cuda" not in os.environ.get("JAX_PLATFORMS", ""):
     CACHE |= FAST
+_MOST_KEPT = 1 << 29  # bytes of programs that runs of the tests leave to each other
 AS_A_RUN = {name: jax.config.values[name] for name in FAST}
 _OPTIONS_OF_A_RUN = compiler.get_compile_options
 
@@ -103,14 +108,14 @@ def load_model(cfg: config.RunConfig, mesh: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
-    """While open, programs are compiled fast, and kept in a folder of the whole test run, which is yielded.
+    """While open, programs are compiled fast, and kept in a folder (`kept_programs`), which is yielded.
 
     With QARL_OPTIMIZE in the environment they are compiled as a run does.
     """
 
     def fast(*args: Any, **options: Any) -> Any:  # `jax.jit` takes XLA's flags, but here every program is meant
         made = _OPTIONS_OF_A_RUN(*args, **options)
-        made.env_option_overrides += [FAST_FLAG]
+        made.env_option_overrides += FAST_FLAGS.items()
         return made
 
     with kept_programs(tmp_path_factory, CACHE) as folder, pytest.MonkeyPatch.context() as patch:
@@ -122,9 +127,32 @@ def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def compiled_as_a_run(tmp_path_factory: Any) -> Iterator[None]:
     """While open, programs are compiled as a run compiles them, whatever is open around it."""
-    settings = AS_A_RUN | {"jax_persistent_cache_min_compile_time_secs": 0.3}
-    with kept_programs(tmp_path_factory, settings), pytest.MonkeyPatch.context() as patch:
+    with kept_programs(tmp_path_factory, CACHE | AS_A_RUN), pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "get_compile_options", _OPTIONS_OF_A_RUN)
+        yield
+
+
+_optimizer = functools.lru_cache(maxsize=16)(leafwise.Optimizer)
+_schedule = functools.lru_cache(maxsize=16)(optim.make_schedule)
+_learner = functools.lru_cache(maxsize=16)(Learner)
+
+
+def _shared(graphdef: Any, *, beside: Any, trainable: Any, **rest: Any) -> Learner:
+    if beside or trainable.freeze:  # which keeps arrays
+        return Learner(graphdef, beside=beside, trainable=trainable, **rest)
+    return _learner(graphdef, trainable=trainable, **rest)
+
+
+@contextlib.contextmanager
+def shared_learners() -> Iterator[None]:
+    """While open, runs of one policy, objective and optimizer get one learner, whose programs are traced once.
+
+    Not for tests that patch what a learner's programs are traced from.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leafwise, "Optimizer", _optimizer)
+        patch.setattr(optim, "make_schedule", _schedule)
+        patch.setattr(build, "Learner", _shared)
         yield
 
 
@@ -132,7 +160,8 @@ def environment(folder: str | None = None) -> dict[str, str]:
     """The environment of a process that compiles as `compiled_programs` does, and keeps its programs in `folder`."""
     names = {name.upper(): str(value) for name, value in (CACHE | {"jax_compilation_cache_dir": folder or ""}).items()}
     if FAST.items() <= CACHE.items():
-        names["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{FAST_FLAG[0]}=false".strip()
+        flags = (f"--{name}={str(value).lower()}" for name, value in FAST_FLAGS.items())
+        names["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     return os.environ | names
 
 
@@ -143,11 +172,41 @@ def _put_whole(cache: Any, key: str, value: bytes) -> None:
     part.rename(cache.path / f"{key}{lru_cache._CACHE_SUFFIX}")
 
 
+@functools.cache
+def _folder_of_all_runs() -> pathlib.Path | None:
+    """The folder in $QARL_KEPT for this CPU and this JAX, in good order; None: there is none, or it cannot be written.
+
+    XLA's key for a program covers its text, flags and versions, but not the CPU that it was compiled for.
+    """
+    if not (kept := os.environ.get("QARL_KEPT")):
+        return None
+    try:
+        flags = next(
+            line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        )
+        key = hashlib.sha256(f"{jax.__version__} {flags}".encode()).hexdigest()[:12]
+        folder = pathlib.Path(kept) / key
+        folder.mkdir(parents=True, exist_ok=True)
+        ages = sorted((stat.st_atime, stat.st_size, file) for file in folder.iterdir() if (stat := file.stat()))
+    except (OSError, StopIteration):
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    room = _MOST_KEPT
+    for _, size, file in reversed(ages):  # those that were read last stay
+        room -= size
+        if room < 0:
+            file.unlink(missing_ok=True)
+    return folder
+
+
 @contextlib.contextmanager
 def kept_programs(tmp_path_factory: Any, settings: dict[str, Any]) -> Iterator[str]:
-    """While open, JAX has these settings and keeps its programs in a folder of the whole test run, which is yielded."""
+    """While open, JAX has these settings and keeps its programs in a folder, which is yielded: one of all runs of tests
+    that have the same QARL_KEPT, or one of this run."""
     own = tmp_path_factory.getbasetemp()
-    folder = str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
+    own = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder = str(_folder_of_all_runs() or own / "compiled")
     settings = settings | {"jax_compilation_cache_dir": folder}
     before = {name: jax.config.values[name] for name in settings}
     try:

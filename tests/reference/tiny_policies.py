@@ -3,23 +3,14 @@
 """Tiny random policies and prompts for the rollout tests."""
 
 import functools
-from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.types import Prompt
 
 VOCAB = 300  # more than two blocks of the sampler's search, and no multiple of one
-
-
-@functools.cache
-def _initializer(config: models.ModelConfig) -> Any:
-    """Compiled once per config; the seed is an argument."""
-    return jax.jit(lambda key: models.split(models.Transformer(config, nnx.Rngs(key)))[1:])
 
 
 @functools.lru_cache(maxsize=16)
@@ -46,8 +37,7 @@ def policy(
         compute_dtype=dtype,
         quant=models.parse_rules(scheme, 32),
     )
-    graphdef, _, _ = models.split(models.abstract_model(config))
-    params, qweights = _initializer(config)(jax.random.key(seed))
+    graphdef, params, qweights = models.split(models.random_model(config, seed))
     return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
 
 

@@ -88,16 +88,12 @@ def test_extraction_table(text, how, expected):
         ("1/0", "0", False),
         ("", "0", False),
         ("nan", "0", False),
+        ("AbC", "abc", True),
         ("٤", "4", False),  # digits of another script are text
     ],
 )
 def test_comparison_table(given_text, expected, equal):
     assert same(given_text, expected) is equal
-
-
-def test_case_counts_when_asked_to():
-    assert same("AbC", "abc")
-    assert not same("AbC", "abc", ignore_case=False)
 
 
 @given(numerator=st.integers(-(10**12), 10**12), denominator=st.integers(1, 10**6))

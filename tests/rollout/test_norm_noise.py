@@ -19,6 +19,8 @@ from qarl_jax.run import build
 from qarl_jax.runtime.mesh import make_mesh
 from tests.reference import tiny
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 BLOCKS = {"stacks.0.attn_norm.weight", "stacks.0.mlp_norm.weight"}
 BF16 = ml_dtypes.bfloat16
 

@@ -14,10 +14,11 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors, mov
 from qarl_jax.types import UserError
 from qarl_jax.verify import ladder
 from tests.reference.bridge_world import draws, wait_for
-from tests.reference.fleet_world import KEY, Bridge, drawn, key_file, weights
+from tests.reference.fleet_world import KEY, Bridge, config, drawn, key_file, weights
 
-NORMS = frozenset(path for path in models.by_path(weights().params) if "norm" in path)
-FIXED = frozenset(models.by_path(weights().params)) - NORMS
+PATHS = frozenset(models.by_path(models.split(models.abstract_model(config()))[1]))
+NORMS = frozenset(path for path in PATHS if "norm" in path)
+FIXED = PATHS - NORMS
 
 
 def version(number):
@@ -46,13 +47,11 @@ def served(tmp_path):
 
 
 def test_what_moves_is_whole_modules_of_the_engine():
-    config = models.config_of(weights().graphdef)
-    paths = frozenset(models.by_path(weights().params))
-    assert moving(config, FIXED) == NORMS
-    assert moving(config, frozenset()) == paths
-    assert moving(config, paths) == frozenset()
+    assert moving(config(), FIXED) == NORMS
+    assert moving(config(), frozenset()) == PATHS
+    assert moving(config(), PATHS) == frozenset()
     query = "stacks.0.attn.q.kernel"
-    assert moving(config, paths - {query}) == {f"stacks.0.attn.{name}.kernel" for name in "qkv"}
+    assert moving(config(), PATHS - {query}) == {f"stacks.0.attn.{name}.kernel" for name in "qkv"}
 
 
 def test_later_versions_have_what_moves_and_draw_as_they_would_whole(served):
@@ -129,19 +128,22 @@ def test_a_later_run_publishes_what_moves_where_the_base_is_held_already(served,
     later.close()
 
 
-def test_another_base_is_replaced_whole_and_never_had_adapters_of_this_one(served):
+def test_another_base_is_the_users_to_mend_and_the_version_before_serves_on(served):
     engine, bridges = served
     engine.close()
-    loads, lines = [bridge.engine.loads for bridge in bridges], []
-    later = VllmEngine(engine._config, run_id="later", incarnation=1, log=lines.append)
+    loads = [bridge.engine.loads for bridge in bridges]
+    later = VllmEngine(engine._config, run_id="later", incarnation=1)
     moved = jax.tree.map_with_path(
         lambda path, x: x * 2 if "embed" in jax.tree_util.keystr(path) else x, version(1).params
     )
-    report = later.publish(dataclasses.replace(version(1), params=moved), 0)
-    assert report["base_s"] > 0
-    assert [bridge.engine.loads for bridge in bridges] == [number + 2 for number in loads]
-    assert not any("holds the base" in line for line in lines)
+    with pytest.raises(UserError, match=r"holds another base, of fingerprint .* from run/.* start the bridge again"):
+        later.publish(dataclasses.replace(version(1), params=moved), 0)
     later.close()
+    assert [bridge.engine.loads for bridge in bridges] == loads
+    client = sender.Client(bridges[0].address, KEY, timeout_s=60)
+    again = client.generate(draws(), messages.Sampling(max_tokens=4))
+    assert {one.spans[0].version.run_id for one in again} == {"run"}
+    client.close()
 
 
 def test_adapters_that_a_bridge_was_not_started_for_are_the_users_to_mend(served):
@@ -166,6 +168,5 @@ def test_a_policy_of_which_nothing_moves_is_published_whole(served):
     whole = engine._base.manifest.total_bytes
     engine.close()
     later = VllmEngine(engine._config, run_id="later", incarnation=1)
-    fixed = frozenset(models.by_path(weights().params))
-    assert later.publish(dataclasses.replace(version(0), fixed=fixed), 0)["bytes"] == whole
+    assert later.publish(dataclasses.replace(version(0), fixed=PATHS), 0)["bytes"] == whole
     later.close()

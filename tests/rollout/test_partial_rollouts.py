@@ -23,6 +23,8 @@ from tests.reference.numbered import Source
 from tests.reference.rollouts import completion, group_of
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 OFF = dynamic_sampling.Config()
 LIMIT = 10
 

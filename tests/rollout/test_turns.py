@@ -26,6 +26,8 @@ from qarl_jax.types import Prompt, Turn, UserError
 from tests.reference import tiny
 from tests.reference.rollouts import completion
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 EOS = 1
 CHAT = "{% for m in messages %}{% if m.role != 'nobody' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 # One point for every turn; fails at "9".
@@ -325,7 +327,7 @@ def test_over_a_bridge_a_turn_is_a_request_with_all_that_came_before_it(tmp_path
     (tmp_path / "points.py").write_text(POINTS)
     weights = models.random_model(tiny.model_config(vocab_size=len(tokenizer), hidden_size=64), 0)
     graphdef, params, _ = models.split(weights)
-    published = PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+    published = PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantizer(graphdef)(params))
     # The engine behind the bridge draws by a hash of context and seed; a third of the tokens ends a turn.
     sampling = SamplingConfig(max_response_len=40, stop_token_ids=tuple(range(0, 64, 3)))
     engine = vllm.VllmEngine(vllm.Config(engine="fake", max_model_len=128, start_timeout_s=120))

@@ -110,6 +110,12 @@ def test_a_loss_is_chosen_by_name_with_its_own_fields(load):
         ("loss.clip_low=3.0e-4", r"loss\.clip_low: this option is retired: eq\. 5 has no such edge; leave it out"),
         ("loss.length_ref=9", r"multiply clip_high, neg_clip_low and neg_clip_high by sqrt\(length_ref / 4096\)"),
         ("loss.max_response_len=64", r"a run divides by its rollout\.max_response_len"),
+        ("distributed.timeout_s=9", "wait 300 s for each other"),
+        (
+            "reward={name: exact, ignore_case: false}",
+            r"compared without case; a function of yours \(reward\.name=python\)",
+        ),
+        ("optimizer={name: muon, momentum: 0.9}", r"Muon's is 0\.95"),
         ("rollout.engine={name: vllm, request_timeout_s: 9}", "taken for dead after 120 s without a report"),
     ],
 )

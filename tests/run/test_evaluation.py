@@ -14,6 +14,8 @@ from qarl_jax.types import Prompt, UserError
 from tests.reference import tiny
 from tests.reference.rollouts import Characters, completion
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from qarl_jax.run import build, evaluation, export
 from qarl_jax.run.checkpoint import Checkpoints
 from tests.reference import hf_models, tiny
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 STEPS = 2
 # What lies in folders of models, and is no part of the policy: notes of its training, adapters, weights of other forms.
 FOREIGN = ("sft.json", "adapter_config.json", "tf_model.h5", "consolidated.00.pth", "model.onnx", "flax_model.msgpack")

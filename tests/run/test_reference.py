@@ -12,6 +12,8 @@ from qarl_jax.run import build, config, reference
 from qarl_jax.types import TrainBatch, UserError
 from tests.reference import tiny
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):

@@ -14,6 +14,8 @@ from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 VLLM = {"engine": {"name": "vllm"}}
 
 

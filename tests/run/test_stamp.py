@@ -180,6 +180,9 @@ def test_a_record_of_november_2026_is_read_today():
     cfg = config.from_dict(stamp._as_today(recorded))
     assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")
     assert cfg.log.trackers == ("tensorboard",)
+    terms = [{"coef": 1.0, "reward": {"name": "exact", "ignore_case": True}}]
+    today = [{"coef": 1.0, "reward": {"name": "exact"}}]
+    assert stamp._as_today({"reward": {"name": "sum", "terms": terms}}) == {"reward": {"name": "sum", "terms": today}}
     assert stamp._as_today({"log": {"tensorboard": False}}) == {"log": {"trackers": []}}
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax.runtime import compilation
+from tests.reference import tiny
 from tests.reference.tiny import CACHE, compiled_as_a_run, compiled_programs
 
 
@@ -68,6 +69,22 @@ def test_among_programs_compiled_fast_a_test_may_ask_for_a_runs(tmp_path_factory
         with compiled_as_a_run(tmp_path_factory):
             assert text() == a_runs
         assert text() == fast != a_runs
+
+
+def test_runs_of_tests_leave_each_other_the_programs_that_were_read_last(monkeypatch, tmp_path):
+    monkeypatch.setenv("QARL_KEPT", str(tmp_path))
+    folder = tiny._folder_of_all_runs.__wrapped__()
+    assert folder.parent == tmp_path
+    for age, name in enumerate("abc"):
+        (folder / name).write_bytes(b"x" * 400)
+        os.utime(folder / name, (1000 - age, 2000 + age))
+    monkeypatch.setattr(tiny, "_MOST_KEPT", 1000)
+    assert tiny._folder_of_all_runs.__wrapped__() == folder
+    assert sorted(file.name for file in folder.iterdir()) == ["a", "b"]
+    (tmp_path / "file").write_text("in the way")
+    for kept in ("", str(tmp_path / "file" / "cache")):
+        monkeypatch.setenv("QARL_KEPT", kept)
+        assert tiny._folder_of_all_runs.__wrapped__() is None
 
 
 def test_a_folder_keeps_programs(cache_settings, tmp_path):

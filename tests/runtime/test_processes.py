@@ -205,7 +205,6 @@ def test_in_a_run_of_one_process_everything_is_itself():
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "count from 0 below num_processes=2"),
         ({"coordinator": "a:1", "process_id": -2}, "process_id=-2"),
         ({"coordinator": "auto", "num_processes": -1}, "num_processes must be at least 0"),
-        ({"coordinator": "auto", "timeout_s": 0}, "timeout_s must be at least 1"),
         ({"num_processes": 2}, "without a coordinator would start runs of one process each"),
     ],
 )
@@ -216,9 +215,12 @@ def test_what_cannot_start_is_refused_in_one_sentence(fields, says):
 
 @pytest.mark.slow
 def test_processes_that_wait_in_vain_end_with_a_sentence():
-    code = "import sys; from qarl_jax.runtime import processes; processes.start(processes.Config(**eval(sys.argv[1])))"
+    code = (
+        "import sys; from qarl_jax.runtime import processes; processes.WAIT_S = 2;"
+        " processes.start(processes.Config(**eval(sys.argv[1])))"
+    )
     for number in range(2):  # the first waits for the second, and the second for the first
-        fields = {"num_processes": 2, "process_id": number, "timeout_s": 2, "coordinator": f"localhost:{free_port()}"}
+        fields = {"num_processes": 2, "process_id": number, "coordinator": f"localhost:{free_port()}"}
         done = subprocess.run([sys.executable, "-c", code, str(fields)], capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
         assert "did not all meet within 2 s" in done.stderr

@@ -8,8 +8,8 @@ class BridgeError(Exception):
     people.
 
     Codes: auth, bad_message, bad_state, base (a partial version's base is not what the engine holds), busy, dead,
-    engine, fenced, foreign_model, foreign_scheme, lease, limits, read_back (the live engine does not hold what was
-    published), setup, stale, tensor, timeout, torn, unshared.
+    engine, fenced, foreign_base (the engine's is not this trainer's), foreign_model, foreign_scheme, lease,
+    limits, read_back (the live engine does not hold what was published), setup, stale, tensor, timeout, torn, unshared.
     """
 
     def __init__(self, message: str, code: str = "bad_message"):

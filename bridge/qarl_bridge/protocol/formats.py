@@ -25,6 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from qarl_bridge.protocol import split_k
 from qarl_bridge.protocol.messages import BridgeError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -112,8 +113,10 @@ def layer_of(name: str) -> str:
 
 
 def places(inputs: int, share: float, group: int) -> int:
-    """Inputs that a split layer has besides its own: a share of them, in whole groups."""
-    return math.ceil(round(inputs * share, 6) / group) * group
+    """Inputs that a split layer has besides its own: a share of them, in whole groups; in blocks that a GPU's kernels
+    take, too, where its own come in such."""
+    unit = group if inputs % split_k.STEP else math.lcm(group, split_k.STEP)
+    return math.ceil(round(inputs * share, 6) / unit) * unit
 
 
 def live_module(name: str) -> str:

@@ -43,19 +43,26 @@ class Good:
         """Refuses a partial version that would not be what its manifest says.
 
         Raises:
-          BridgeError: its base is not in the engine ("base"), or a tensor that it keeps was replaced there ("torn";
-            "base" where another trainer did it).
+          BridgeError: its base is not in the engine ("base"; "foreign_base" where another trainer or the folder put
+            one there), or a tensor that it keeps was replaced there ("torn"; "base" where another trainer did it).
         """
         if not manifest.base:
             return
         names, found = {entry.name for entry in manifest.tensors}, "no base"
         lost = sorted(self._replaced - names)
         if self.complete is not None:
-            held = self.complete.kept(names)
+            held, own = self.complete.kept(names), self._trainer == _trainer(manifest)
             if held == manifest.base and not lost:
                 return
+            if held != manifest.base and not own:
+                raise BridgeError(
+                    f"the engine holds another base, of fingerprint {held.hex()[:12]} from {self.complete.version};"
+                    f" that of {manifest.version} has {manifest.base.hex()[:12]}: start the bridge again, from the"
+                    " run's model folder or without weights",
+                    "foreign_base",
+                )
             found = f"one of fingerprint {held.hex()[:12]}"
-            if held == manifest.base and self._trainer == _trainer(manifest):
+            if held == manifest.base and own:
                 raise BridgeError(
                     f"{manifest.version} lacks {len(lost)} tensor(s) that the version before it replaced, first:"
                     f" {lost[0]}",

@@ -55,7 +55,8 @@ HEDGE = 3.0
 """Requests that take so many times as long as others did are asked of an idle engine as well (J. Dean, L. A. Barroso,
 The Tail at Scale, CACM 56, 2013)."""
 _SHORTEST_HEDGE_S = 1.0
-USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})  # what a user can fix
+# What a user can fix.
+USER_CODES = frozenset({"auth", "setup", "lease", "foreign_base", "foreign_model", "foreign_scheme", "limits"})
 # After these the bridge may not serve what it served before.
 _UNSETTLING = frozenset({"read_back", "engine", "fenced", "stale", "bad_state"})
 
