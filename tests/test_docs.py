@@ -131,7 +131,8 @@ def test_every_option_of_a_run_is_on_a_page():
         pages = losses if cls.__module__.startswith("qarl_jax.loss.") else "".join(b.__doc__ or "" for b in cls.__mro__)
         assert not [name for name in annotations.field_types(cls) if not re.search(rf"\b{name}\b", pages)], cls
         listed = [f"::: {base.__module__}.{base.__qualname__}\n" in page for base in cls.__mro__ if is_dataclass(base)]
-        assert all(listed) or pages is losses, cls
+        where = f"add `::: {cls.__module__}.{cls.__qualname__}` to docs/options.md"
+        assert all(listed) or pages is losses, where
 
 
 def test_every_metric_named_in_the_readme_is_logged():
@@ -231,7 +232,10 @@ def test_the_tree_names_every_package_and_verb_and_nothing_else():
 def test_tables_name_every_scheme_profile_and_registry():
     assert not [name for name in quant.scheme_names() if f"| `{name}` |" not in GUIDE]
     numerics = "".join(text_of(page) for page in SITE if page.startswith("docs/concepts/"))
-    assert not [name for name in (*quant.PROFILES, *quant.scheme_names()) if f"`{name}`" not in numerics]
+    unnamed = [name for name in (*quant.PROFILES, *quant.scheme_names()) if f"`{name}`" not in numerics]
+    assert not unnamed, f"no page of docs/concepts/ names {unnamed}: a scheme belongs into grids.md"
+    for name, file in re.findall(r"`(\w+)` in `([\w/.]+\.py)`", text_of("docs/adding.md")):
+        assert re.search(rf"^(class |def )?{name}\b", text_of(file), re.M), f"{file} does not define {name}"
     rows = {"LOSSES": loss.LOSSES, "SCHEMES": quant.SCHEMES, "MODELS": MODELS, "ENGINES": rollout.ENGINES}
     rows |= {"REWARDS": rewards.total.REWARDS}
     for name, registry in rows.items():

@@ -90,13 +90,13 @@ class Ahead:
             schedule.end(self._next - 1)
 
     def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
-        """Returns the step's groups. Until `keep` they stay in hand: a step may be dropped.
+        """Waits for the step's groups, and returns them. A dropped step gets them again: `keep` removes them.
 
         Args:
-          add: not called: a batch is ready as a whole.
+          add: never called, because the groups of a step are returned together.
 
         Raises:
-          whatever ended the sampling.
+          Exception: any error that ended the sampling thread.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sampling ahead", daemon=True)

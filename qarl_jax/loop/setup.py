@@ -190,7 +190,7 @@ class Run:
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Samples and grades the held-out prompts under the version being served; told and recorded."""
+        """Samples and grades the held-out prompts under the version being served; prints and records the scores."""
         result = self._measured(version)
         self._tell(version, result)
         processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))

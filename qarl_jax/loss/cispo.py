@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common.responses import prepare
 from qarl_jax.loss.common.sampler_correction import mismatch_weights
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs, UserError
@@ -45,7 +45,7 @@ def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """CISPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
-    ratio = jax.lax.stop_gradient(jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
+    ratio = jax.lax.stop_gradient(r.ratio)
     objective = jnp.clip(ratio, cfg.ratio_min, cfg.ratio_max) * r.advantages * r.logprobs
     mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)
 

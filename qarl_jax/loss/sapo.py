@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import AGGREGATIONS, Shared, option
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common.responses import prepare
 from qarl_jax.loss.common.sampler_correction import mismatch_weights
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.types import LossInputs
@@ -43,7 +43,7 @@ def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """SAPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
-    ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = r.ratio
     tau = jnp.where(r.advantages > 0, cfg.tau_pos, cfg.tau_neg).astype(jnp.float32)
     gate = jax.nn.sigmoid(tau * (ratio - 1.0))
     objective = 4.0 / tau * gate * r.advantages

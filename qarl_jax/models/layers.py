@@ -143,10 +143,11 @@ class Linear(nnx.Module):
         held: tuple[jax.Array, Any],
         group_sizes: Int[Array, " E"],
     ) -> Float[Array, "M N"]:
-        """Rows sorted by expert, each times its expert's weight, in their dtype.
+        """Multiplies each row by the weight of its expert; returns the rows' dtype.
 
         Args:
-          held: from `held`, or one device's part of it: some experts, some outputs.
+          rows: sorted by expert.
+          held: the experts' weights as `held` returns them, or one device's shard of these.
           group_sizes: rows of each of these experts; rows behind them all give zeros.
         """
         master, weight = held

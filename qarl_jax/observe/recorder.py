@@ -417,7 +417,7 @@ class Observer:
         self._show(self._view.say, text)
 
     def close(self, *, ended: bool = True) -> None:
-        """Finish the view and the trackers, and let go of the directory. ended: no error ended the run."""
+        """Closes the terminal's view and the trackers, and unlocks the run's directory. ended: the run met no error."""
         self._show(self._view.close)
         watched.close(self._trackers or (), ended=ended)
         self._trackers = []

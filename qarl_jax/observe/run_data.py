@@ -234,7 +234,7 @@ def limits(loss: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def band(records: Sequence[Mapping[str, Any]], loss: Mapping[str, Any]) -> dict[str, Any]:
-    """Histograms of log-ratios over the steps: per kind and column counts [bins], and the band that they meet."""
+    """Histograms of log-ratios for the run's page: counts [bins] per kind and range of steps, and the loss's band."""
     records = [record for record in records if any(key.startswith("hist/") for key in record)]
     ranges = buckets(records)
     kinds = sorted({key for record in records for key in record if key.startswith("hist/")})
@@ -330,7 +330,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strong(tokens: Mapping[str, Sequence[float | None]], advantage: float | None) -> list[float]:
-    """95th percentiles over a sample's tokens: of |log| for `ratio`, `mismatch` and `weight`, and of |A gain|."""
+    """Four 95th percentiles over a sample's tokens: |log| of ratio, mismatch and weight, and |advantage * gain|."""
     found = [_logs(tokens.get(key) or ())[1] for key in ("ratio", "mismatch", "weight")]
     gains = np.array(tokens.get("gain") or (), float)
     found.append(np.abs(gains[(gains != 0) & np.isfinite(gains)]) * abs(advantage or 0.0))

@@ -34,12 +34,13 @@ _MASTERS = 1 << 16  # first number of masters' seeds: moments, which have those 
 
 
 class Leaf(NamedTuple):
-    """The rule of a parameter, and its place.
+    """The optimizer's rule for one parameter, and the parameter's place.
 
     Attributes:
       rule: "muon" or "adamw" (`build.label`).
       decays: whether weight decay applies.
-      number, place: its places among the parameters of its rule and among all, which tell its random bits from theirs.
+      number: its place among the parameters of its rule; it seeds the rounding of eight-bit moments.
+      place: its place among all parameters; it seeds the rounding of the master.
     """
 
     rule: str

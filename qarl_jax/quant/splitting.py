@@ -101,7 +101,9 @@ def split(w: Float[Array, "N K"], steps: Float[Array, "N groups"], index: Int[Ar
     """The float32 weights of the duplicated inputs: [N, K + M].
 
     Args:
-      w: the weight. steps: s t of its groups, K / groups inputs each (`asym_grid.Config.steps`). index: inputs.
+      w: the weight [N, K].
+      steps: distance between codes, a column per group of inputs (`asym_grid.Config.steps`).
+      index: the duplicated inputs [M].
     """
     half = jnp.take(steps, index // (w.shape[1] // steps.shape[1]), axis=1) * 0.5
     own = jnp.take(w, index, axis=1)

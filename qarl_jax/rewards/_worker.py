@@ -283,7 +283,7 @@ def find_function(path: str):
     try:
         if where.endswith(".py"):
             if not os.path.isfile(where):
-                raise RefusedError(f"no such file {where}")
+                raise RefusedError(f"no such file {where} in {os.getcwd()}, where the run was started")
             module = load_file(where)
         else:
             module = importlib.import_module(where)

@@ -36,7 +36,7 @@ class Config:
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """1 for a response of the wanted tagged sections, each once and in order, else 0."""
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([float(well_formed(sample.text, self.cfg)) for sample in samples], np.float32)

@@ -169,7 +169,7 @@ class Episode:
         self.logprobs.append(np.zeros(len(tokens), np.float32))
 
     def fail(self, error: str) -> None:
-        """The environment failed: nothing of the episode is trained on."""
+        """Ends the episode as aborted, without tokens to train on, because its environment raised `error`."""
         place = f"turn {len(self.turns)}" if self.turns else "before the first turn"
         self.finish_reason, self.error = "abort", f"prompt {self.request.prompt.uid}, {place}: {error}"
         self.tokens, self.logprobs, self.versions, self.turns = [], [], [], []

@@ -157,9 +157,11 @@ def is_hopper() -> bool:
 
 
 def on_one_device() -> bool:
-    """Tells whether what is traced here is computed by one device: by the only one of the mesh in force (without a
-    mesh, of the process), or by each for itself (`jax.shard_map`). A kernel needs that: the partitioner cannot cut
-    it."""
+    """Tells whether a kernel may be called in the program being traced, because each call runs on one device.
+
+    It may if the current mesh (without a mesh, the process) has one device, or inside `jax.shard_map`. Elsewhere
+    XLA's partitioner would have to shard the kernel, and cannot.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1

@@ -137,7 +137,7 @@ def host_memory_bytes() -> int:
 
 
 def host_memory() -> Check:
-    """Main memory."""
+    """Checks that 2 GiB of main memory are free."""
     free = host_memory_bytes()
     return check(
         "memory",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from qarl_jax.models import load_hf, merge, split
+from qarl_jax.models import MODELS, load_hf, merge, split
 from qarl_jax.models.attention import attention
 from qarl_jax.models.layers import apply_rope, rope_table
 from tests.reference import hf_models
@@ -121,6 +121,12 @@ def test_layer_equals_transformers(pair, x):
             jnp_of(x), jnp.zeros_like(jnp_of(x)), ours_rope(model), causal_attend
         )
         assert relative(delta + residual, wanted) < TOL, index
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_every_family_has_a_shape(architecture):
+    shapes = {f"{values['model']}ForCausalLM" for values in SHAPES.values()}
+    assert architecture in shapes, f"{architecture} has no shape: add one to SHAPES in tests/reference/hf_models.py"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -91,7 +92,10 @@ def reward_model_config(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", total.REWARDS)
 def test_any_text_gets_a_finite_reward_in_order(name, request):
-    reward = total.REWARDS[name].Reward(CONFIGS.get(name) or request.getfixturevalue(f"{name}_config"), 32)
+    module = total.REWARDS[name]
+    serves = module in (judge, reward_model)
+    cfg = request.getfixturevalue(f"{name}_config") if serves else CONFIGS.get(name) or module.Config()
+    reward = module.Reward(cfg, 32)
     reasons = ("stop", "length", "abort")
     columns = {"origin": ORIGIN} | COLUMNS.get(name, {})
     samples = [sample(text, finish_reason=reason, **columns) for text in HOSTILE for reason in reasons]
@@ -100,7 +104,7 @@ def test_any_text_gets_a_finite_reward_in_order(name, request):
         assert scores.shape == (len(samples),)
         assert scores.dtype == np.float32
         assert np.isfinite(scores).all()
-        assert (scores <= 0).all()  # none of these texts is a good answer
+        assert (scores <= 0).all(), f"a hostile text earns reward: give {name} a config in CONFIGS that expects more"
         np.testing.assert_array_equal(reward.score(samples[::-1]), scores[::-1])
         assert reward.score([]).shape == (0,)
     finally:
@@ -261,6 +265,7 @@ def test_a_user_function_is_found_by_module_name():
         ("math:no_such", "math:no_such did not start: math has no function 'no_such'"),
         ("no_such_module:f", "importing no_such_module failed"),
         ("/nowhere/file.py:f", "no such file"),
+        ("nowhere.py:f", f"no such file nowhere.py in {os.getcwd()}"),
     ],
 )
 def test_a_wrong_function_path_is_refused(path, message):

@@ -141,10 +141,11 @@ def _load_module(module: Any, prefix: str, published: Mapping[str, Any]) -> None
 
 
 class WholeModules:
-    """The loader of one model.
+    """Loads a version into a live model module by module, faster than vLLM's own loader (see the file's docstring).
 
     Args:
-      model: the live model. model_config: vLLM's.
+      model: vLLM's live model.
+      model_config: vLLM's config of it.
     """
 
     def __init__(self, model: Any, model_config: Any):

@@ -69,7 +69,7 @@ class Cpu:
         return []
 
     def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
-        """Nothing is."""
+        """Returns an empty list: on a CPU every layer is batch-invariant."""
         return []
 
     def after_load(self, modules: Mapping[str, Any]) -> None:
@@ -124,4 +124,4 @@ class Cuda:
         return install.left_to_vllm(modules) if self._invariant else []
 
     def after_load(self, modules: Mapping[str, Any]) -> None:
-        """Nothing is made behind vLLM's back."""
+        """Does nothing: on a GPU no copies of the weights have to be renewed."""

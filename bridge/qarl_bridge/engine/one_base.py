@@ -102,7 +102,7 @@ class Base:
                 )
 
     def load(self, modules: Mapping[str, Any]) -> None:
-        """Takes over what layers make of the memory (factors, biases), once it is written."""
+        """Renews the factors and biases that layers derive from the shared weights, after a version was written."""
         with torch.no_grad():
             for name, given in self.layers.items():
                 _kernel(modules[name]).refresh(modules[name], given)

@@ -145,9 +145,9 @@ class Recorder:
                 at += count
 
     def take(self, request: str, length: int) -> np.ndarray:
-        """[length, layers, k] int16 of a finished request's first `length` positions; forgets it.
+        """Removes and returns the k experts of each layer and position of one request, int16 [length, layers, k].
 
-        A request that was preempted has been computed again from its start: what it was before is gone.
+        vLLM computes a preempted request again from its start; only the last computation is returned.
         """
         self._settle(wait=True)
         # vLLM adds a suffix of its own to the name it was given.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common.responses import prepare
 from qarl_jax.loss.common.sampler_correction import mismatch_weights
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
@@ -62,7 +62,7 @@ def clipped_policy_loss(
     """
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
-    ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = r.ratio
     clip: dict[str, Any] = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high, "dual_clip": cfg.dual_clip}
     objective = clipped_surrogate(ratio, r.advantages, widen=weights.widen, **clip)
     masked: dict[str, Metric] = {}

@@ -54,6 +54,11 @@ class Responses:
     valid: Float[Array, ""]
 
     @property
+    def ratio(self) -> Float[Array, "B T"]:
+        """[B, T] float32, exp(log_ratio) with log_ratio clamped to +-MAX_LOG_RATIO; 1 outside `mask`."""
+        return jnp.exp(jnp.clip(self.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+    @property
     def present(self) -> Bool[Array, "B S"]:
         """[B, S] bool: slots that hold a non-empty response."""
         return self.length > 0

@@ -225,7 +225,7 @@ class Float64AttentionBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[Float64AttentionImpl]:
-        """The layer."""
+        """Returns the class of the attention layer."""
         return Float64AttentionImpl
 
 

@@ -59,7 +59,7 @@ class Columns:
         return torch.cat([tensor.index_select(1, self._columns[inputs]) for tensor in tensors]).t()
 
     def places(self, inputs: int) -> Any:
-        """Computes the place of each input in a column of so many, int32 [R, 1]."""
+        """Computes each read input's place in its group of `inputs` inputs, int32 [R, 1]."""
         return (self.index % inputs).to(torch.int32)[:, None]
 
 
