@@ -256,7 +256,7 @@ def adapters(cfg: RunConfig) -> Iterator[Check]:
 
 def positions(cfg: RunConfig) -> Check:
     """The model has positions for prompt and response, and the engine can be started for it."""
-    known = (model := models.read_config(cfg.model.path)).max_position_embeddings
+    known = (model := build.model_config(cfg, cfg.quant.rollout_scheme)).max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
     try:
         if isinstance(cfg.rollout.engine, VllmConfig):

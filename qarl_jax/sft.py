@@ -106,6 +106,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self.optimizer.check_masters("optimizer")
         if (self.model.path is None) == (self.model.init is None):
             raise UserError(
                 "give exactly one of model.path (a model folder) and model.init (a config for random weights)."

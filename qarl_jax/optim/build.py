@@ -90,6 +90,16 @@ class Common:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"clip_norm must be positive, or null for no clipping; got {self.clip_norm}.")
 
+    def check_masters(self, name: str, dtype: str = "float32", bfloat16: str = "") -> None:
+        """Refuses a rounding that masters of `dtype` never meet. name: the section's; bfloat16: the setting for them.
+
+        Raises:
+          UserError
+        """
+        if self.master_rounding == "stochastic" and dtype == "float32":
+            todo = f"set {bfloat16}, or leave master_rounding out" if bfloat16 else "these are float32, so leave it out"
+            raise UserError(f"{name}.master_rounding=stochastic is for bfloat16 masters: {todo}.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(Common):

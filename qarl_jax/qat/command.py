@@ -139,6 +139,7 @@ class Config:
         if not self.parts:
             raise UserError("train and distill are both null, so that nothing would learn: set one of them.")
         for name, part in self.parts.items():
+            part.optimizer.check_masters(f"{name}.optimizer")
             leafwise.Optimizer(part.optimizer, self.plan(part).updates)
             if part.batch > self.text.rows:
                 raise UserError(f"{name}.batch={part.batch} is more than text.rows={self.text.rows}: lower it.")

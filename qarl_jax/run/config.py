@@ -291,11 +291,9 @@ class RunConfig:
                 f" rollout.max_response_len={self.rollout.max_response_len} = {longest}, and a response is never split"
                 " over rows. Raise row_len (0: exactly that) or lower one of the two."
             )
-        if self.optimizer.master_rounding == "stochastic" and self.model.param_dtype == "float32":
-            raise UserError(
-                "optimizer.master_rounding=stochastic is for bfloat16 masters: set model.param_dtype=bfloat16, or leave"
-                " master_rounding out."
-            )
+        self.optimizer.check_masters("optimizer", self.model.param_dtype, "model.param_dtype=bfloat16")
+        if self.critic is not None:
+            self.critic.optimizer.check_masters("critic.optimizer")
         self._check_widths()
         self._check_critic()
         self._check_reference()

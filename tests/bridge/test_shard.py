@@ -16,6 +16,9 @@ from qarl_bridge.engine.shard import Shard, whole_record
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.models import parse_rules
+from qarl_jax.models.config import ModelConfig
+from qarl_jax.rollout.vllm.config import check_model
 from qarl_jax.rollout.vllm.engine import Config, engine_tensors
 from qarl_jax.types import UserError
 from tests.reference.fleet_world import weights
@@ -82,6 +85,21 @@ def test_a_gpu_is_named_for_each_shard():
     Config(tensor_parallel_size=2, replicas=2, visible_gpus="0,1;2,3")
     with pytest.raises(UserError, match=r"visible_gpus=0,1;2 names 1 GPU\(s\) for .* name one for each shard"):
         Config(tensor_parallel_size=2, replicas=2, visible_gpus="0,1;2")
+    for twice in ("0,0", "0,", "0, 0 "):
+        with pytest.raises(UserError, match=r"names 1 GPU\(s\) for"):
+            Config(tensor_parallel_size=2, visible_gpus=twice)
+
+
+def test_a_group_that_a_shard_would_cut_is_refused_before_an_engine_starts():
+    model = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_layers": 1, "num_heads": 4}
+    model |= {"num_kv_heads": 2, "head_dim": 64, "architecture": "Qwen3ForCausalLM"}
+    config, halves = Config(tensor_parallel_size=2), "w4a16:g128"
+    with pytest.raises(UserError, match=r"a shard's 192 inputs of .*down_proj.* are no whole groups under w4a16:g128"):
+        check_model(config, ModelConfig(**model, quant=parse_rules(halves)))
+    check_model(config, ModelConfig(**model, quant=parse_rules("w4a16:g64")))
+    rules = [{"match": "down", "scheme": "w8a8"}, {"match": "", "scheme": halves}]
+    check_model(config, ModelConfig(**model, quant=parse_rules(rules)))
+    check_model(Config(), ModelConfig(**model, quant=parse_rules(halves)))
 
 
 def test_fewer_gpus_than_shards_are_refused():

@@ -363,6 +363,10 @@ def test_too_little_text_is_told(world, capsys):
         ({"stages": ["bf16"]}, "stages names one low-bit scheme or more"),
         ({"train": None}, "train and distill are both null"),
         ({"train": {"batch": 64}}, r"train\.batch=64 is more than text\.rows=8"),
+        (
+            {"train": {"optimizer": {"name": "adamw", "master_rounding": "stochastic"}}},
+            r"train\.optimizer\.master_rounding=stochastic is for bfloat16 masters: these are float32",
+        ),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(world, changed, said, capsys):

@@ -307,6 +307,10 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
         (["checkpoint.every=-1"], "every must be at least 0, got -1; 0 means never"),
         (["optimizer.lr=-1"], "lr"),
         (["loss.clip_high=-1"], "clip_high"),
+        (
+            [*PPO, "critic.optimizer.master_rounding=stochastic"],
+            "critic.optimizer.master_rounding=stochastic is for bfloat16 masters: these are float32, so leave it out",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_before_anything_starts(load, overrides, message):

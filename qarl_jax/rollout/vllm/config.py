@@ -11,7 +11,9 @@ from typing import ClassVar, Literal
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.models import abstract_model
 from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.transformer import quantizable
 from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
@@ -141,7 +143,7 @@ class Config(messages.EngineOptions):
                 f"rollout.engine.visible_gpus has {lists} lists, joined by ';', and {self.started} engines are started:"
                 " name one list per engine, or one for all"
             )
-        few = min(len(names.split(",")) for names in self.visible_gpus.split(";"))
+        few = min(len({gpu.strip() for gpu in names.split(",")} - {""}) for names in self.visible_gpus.split(";"))
         if self.visible_gpus and few < self.tensor_parallel_size:
             raise UserError(
                 f"rollout.engine.visible_gpus={self.visible_gpus} names {few} GPU(s) for an engine of"
@@ -193,5 +195,19 @@ def _check_shards(config: Config, model: ModelConfig) -> None:
         why = "the experts of a sharded engine are not mirrored"
     elif model.num_kv_heads % shards or model.num_heads % shards or model.intermediate_size % shards:
         why = f"{model.num_kv_heads} heads of keys and {model.intermediate_size} inner features are not shared evenly"
+    else:
+        why = _cut_group(shards, model)
     if why:
         raise UserError(f"rollout.engine.tensor_parallel_size={shards}: {why}; set it to 1")
+
+
+def _cut_group(shards: int, model: ModelConfig) -> str:
+    """Words the first weight whose inputs are spread over shards that would cut a group of it; empty: none is cut."""
+    for path, linear in quantizable(abstract_model(model)).items():
+        scheme = model.scheme_of(path)
+        if scheme is None or path.split(".")[-2] not in ("o", "down"):
+            continue
+        outputs, inputs = linear.kernel.get_value().shape[-2:]
+        if scheme.check((outputs, inputs // shards)):
+            return f"a shard's {inputs // shards} inputs of {model.describe(path)} are no whole groups under {scheme}"
+    return ""
