@@ -71,6 +71,7 @@ class Run:
         self._starting = startup.SideBySide()
         graphdef = build.policy_graphdef(cfg, stamp.learner_numerics(cfg, saved))
         self._graphdef = graphdef
+        self._stamp = stamp.make(cfg, models.config_of(graphdef).numerics.profile)  # of the base as it is read
         self.learner = build.make_learner(cfg, graphdef, self.mesh)
         # The engine's process starts, and the programs of a step are compiled, while the weights are read.
         schedule = build.make_schedule(cfg)
@@ -231,7 +232,7 @@ class Run:
     def save(self, step: int) -> None:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
-        extra |= stamp.make(self.cfg, models.config_of(self._graphdef).numerics.profile)
+        extra |= self._stamp
         with progress.task("saving a checkpoint"):
             self.checkpoints.save(step, self._entries(), extra | self.collector.state())
 

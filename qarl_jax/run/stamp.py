@@ -19,7 +19,7 @@ from typing import Any
 from qarl_jax import quant
 from qarl_jax.loss import tbpo
 from qarl_jax.numerics.engine import of_profile
-from qarl_jax.run import checkpoint, config
+from qarl_jax.run import checkpoint, config, on_disk
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import UserError
 
@@ -67,7 +67,28 @@ _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a ru
 
 def make(cfg: RunConfig, profile: str) -> dict[str, Any]:
     """The part of a checkpoint's JSON that this file reads. profile: of the learner's arithmetic, as resolved."""
-    return {"config": _plain(cfg), "numerics": {"profile": profile}}
+    stamp = {"config": _plain(cfg), "numerics": {"profile": profile}}
+    return stamp if cfg.lora is None else stamp | {"base": _base(cfg)}
+
+
+def _base(cfg: RunConfig) -> str:
+    """The mark of the frozen base, which no checkpoint holds; empty: it is drawn, or not there."""
+    drawn = cfg.model.init == "random"
+    return "" if drawn else on_disk.sampled(pathlib.Path(cfg.model.path), "*.safetensors")
+
+
+def _check_base(cfg: RunConfig, found: dict[str, Any]) -> None:
+    """Refuses adapters on another base than the one that they learned on.
+
+    Raises:
+      UserError
+    """
+    known = found.get("base")
+    if cfg.lora is not None and known and (now := _base(cfg)) and now != known:
+        raise UserError(
+            f"the adapters that step {found['step']} saved learned on other weights than those that are now in"
+            f" {cfg.model.path}: give model.path the folder as it was, or start a new run_dir."
+        )
 
 
 def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -93,7 +114,8 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         extra = {"config": record["config"], "numerics": starts[-1].get("numerics")}
         if not isinstance(extra["config"], dict):
             raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
-    return {"step": step, "config": _as_today(extra["config"]), "numerics": extra["numerics"]}
+    made = {"step": step, "config": _as_today(extra["config"]), "numerics": extra["numerics"]}
+    return made | ({"base": extra["base"]} if extra.get("base") else {})
 
 
 def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +192,9 @@ def config_of(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) 
     if found is None:
         checkpoint.find(directory)  # says what is there instead
         raise UserError(f"Every checkpoint in {directory} is damaged.")
-    return config.from_dict(found["config"], f"the checkpoint of step {found['step']}", overrides)
+    cfg = config.from_dict(found["config"], f"the checkpoint of step {found['step']}", overrides)
+    _check_base(cfg, found)
+    return cfg
 
 
 def numerics_of(found: dict[str, Any] | None) -> quant.Numerics | None:
@@ -223,6 +247,7 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             f" {found['step']} saved. Restore {'it' if len(held) == 1 else 'them'}{link}, or start a new run_dir, whose"
             " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
         )
+    _check_base(cfg, found)
 
 
 def _adapters(tree: dict[str, Any]) -> dict[str, str]:

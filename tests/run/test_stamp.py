@@ -193,3 +193,19 @@ def test_a_record_keeps_the_objective_that_its_retired_options_chose():
     today = {"name": "tbpo", "bands": "length", "mismatch": "geometric_mis", **wider}
     assert stamp._as_today({"loss": recorded}) == {"loss": today}
     assert stamp._as_today({"loss": {"name": "grpo", "clip_low": 0.2}}) == {"loss": {"name": "grpo", "clip_low": 0.2}}
+
+
+def test_adapters_go_on_upon_the_base_that_they_learned_on_alone(tmp_path):
+    world = tiny.World(tmp_path / "world")
+    cfg = world.changed(lora={"rank": 8}, optimizer={"name": "adamw"}).config
+    found = {"step": 1} | stamp.make(cfg, "plain")
+    stamp.check_same_policy(cfg, found, on_gpu=False)
+    weights = world.model / "model.safetensors"
+    held = bytearray(weights.read_bytes())
+    half = len(held) // 2
+    held[half:] = held[half:][::-1]
+    weights.write_bytes(held)
+    with pytest.raises(UserError, match=r"adapters that step 1 saved learned on other weights .* as it was, or start"):
+        stamp.check_same_policy(cfg, found, on_gpu=False)
+    del found["base"]  # a checkpoint of before
+    stamp.check_same_policy(cfg, found, on_gpu=False)
