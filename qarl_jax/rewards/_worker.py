@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 
 def main() -> None:
@@ -179,7 +180,9 @@ def load_math(timeout_s: float, setup: str):
 
 def load_gym(timeout_s: float, setup: str):
     """task {"answer", "origin"} -> the data set's own score of the answer."""
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as the source does
+        import reasoning_gym
 
     @functools.lru_cache(maxsize=256)
     def dataset(name: str, seed: int, size: int, config: str):

@@ -39,6 +39,13 @@ def gym(template="{{ meta.expression }}=", holdout=0.2, max_prompt_len=200, **so
 # ---- reasoning-gym -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_a_package_may_warn_where_it_is_compiled_first(tmp_path):
+    first = "import sys; from qarl_jax.data.sources import reasoning_gym as gym; sys.pycache_prefix = sys.argv[1]"
+    words = f"{first}; gym.make_dataset('chain_sum', {{}}, seed=0, size=1)"
+    subprocess.run([sys.executable, "-W", "error", "-c", words, str(tmp_path)], check=True)
+
+
 def test_prompts_do_not_depend_on_the_order_of_asking(tokenizer):
     forward, backward = data.make_source(gym(), tokenizer), data.make_source(gym(), tokenizer)
     first = [forward.prompt(i) for i in range(40)]

@@ -14,6 +14,7 @@ import difflib
 import functools
 import random
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -173,8 +174,10 @@ class _Held:
 
 @functools.lru_cache(maxsize=512)
 def _make_dataset(name: str, _key: str, config: _Held, seed: int, size: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its packages' modules say when they are compiled
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3)
