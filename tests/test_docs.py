@@ -390,7 +390,9 @@ def test_the_notebook_of_a_loss_runs_from_top_to_bottom(tmp_path, monkeypatch):
     pyplot.close("all")
     tbpo, own = space["history"].values()
     assert tbpo[0]["reward/mean"] == own[0]["reward/mean"]  # the same first samples
-    assert tbpo[-1]["loss/total"] != own[-1]["loss/total"]
+    # TBPO alone clips upward where the advantage is negative; otherwise the two objectives are one.
+    apart = max(abs(a["loss/total"] - b["loss/total"]) for a, b in zip(tbpo, own, strict=True))
+    assert (apart > 1e-6) == any(numbers["clip/seq_neg_high"] > 0 for numbers in tbpo)
     assert "clip/seq_dropped" in tbpo[0]
     assert 0 < own[0]["own/ratio"] < 2
 
