@@ -66,6 +66,7 @@ def share_equal(mine, theirs):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_a_run")
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_equals_the_formula_in_float64_and_the_xla_form_of_the_same_blocks(head_dim, packed):
