@@ -29,7 +29,6 @@ from qarl_jax.rollout.vllm import one_base
 from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime.mesh import param_shardings
-from qarl_jax.types import TrainBatch
 
 SHAPES = "qwen2.5-32b"
 LOAD = "--case nvfp4 --lora-rank 32 --batch 64 --response-len 2048 --mean-len 400 --rows 1"
@@ -62,25 +61,16 @@ def compiled_bytes(cfg: RunConfig, mesh: Any) -> dict[str, int]:
         places = param_shardings(tree, mesh)
         return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
 
-    def row(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((cfg.train.micro_batch_rows, cfg.row_len), dtype, sharding=learner.batch_sharding)
-
     frozen = jax.eval_shape(lambda p: learner.trainable.held(graphdef, p), learner.abstract_params)
     shared = set(models.by_path(once.abstract()))
     held = united(part_of(at(frozen), lambda path: path not in shared), once.abstract())
     masters = learner.abstract_state().params
     grads = jax.tree.map(lambda p: p.update(dtype=learner.grad_dtype), masters)
-    batch = TrainBatch(
-        tokens=row(np.int32),
-        positions=row(np.int32),
-        segment_ids=row(np.int32),
-        loss_mask=row(np.bool_),
-        rollout_logprobs=row(np.float32),
-        advantages=row(np.float32),
-    )
+    batch = learner.abstract_batch(cfg.train.micro_batch_rows, cfg.row_len)
+    old = batch.rollout_logprobs  # in shape
     counts = [jax.ShapeDtypeStruct((), np.float32, sharding=learner.replicated)] * 2
     with jax.set_mesh(mesh):
-        traced = learner._accumulate.trace(grads, masters, held, batch, row(np.float32), *counts, None, None)
+        traced = learner._accumulate.trace(grads, masters, held, batch, old, *counts, None, None)
         found = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     # A weight of a fused module is an argument of its own in the count, of the same memory.
     base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(once.abstract()))

@@ -260,6 +260,22 @@ class Learner:
         )
         return self._apply.resting(state)
 
+    def abstract_batch(self, rows: int, row_len: int, routed: tuple[int, int] | None = None) -> TrainBatch:
+        """Shapes and places of a micro-batch. routed: (layers, experts per token) where routing is replayed."""
+
+        def row(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, row_len, *more), dtype, sharding=self.batch_sharding)
+
+        return TrainBatch(
+            tokens=row(np.int32),
+            positions=row(np.int32),
+            segment_ids=row(np.int32),
+            loss_mask=row(np.bool_),
+            rollout_logprobs=row(np.float32),
+            advantages=row(np.float32),
+            routed_experts=None if routed is None else row(np.int16, *routed),
+        )
+
     def compile_ahead(
         self, rows: int, row_len: int, *, scored: bool, routed: tuple[int, int] | None = None
     ) -> list[jax.stages.Compiled]:
@@ -273,23 +289,11 @@ class Learner:
           scored: whether old log-probs are scored: the step has several updates.
           routed: (layers, experts per token) where routing is replayed.
         """
-        shape = (rows, row_len)
-
-        def row(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((*shape, *more), dtype, sharding=self.batch_sharding)
-
-        batch = TrainBatch(
-            tokens=row(np.int32),
-            positions=row(np.int32),
-            segment_ids=row(np.int32),
-            loss_mask=row(np.bool_),
-            rollout_logprobs=row(np.float32),
-            advantages=row(np.float32),
-            routed_experts=None if routed is None else row(np.int16, *routed),
-        )
+        batch = self.abstract_batch(rows, row_len, routed)
+        row = batch.rollout_logprobs  # float32, like old and reference log-probs
         state = self.abstract_state()
         counts = [jax.ShapeDtypeStruct((), np.float32, sharding=self.replicated)] * 2
-        ref = row(np.float32) if self.options.kl is not None and self.options.kl_coef else None
+        ref = row if self.options.kl is not None and self.options.kl_coef else None
         grads = jax.tree.map(
             lambda p, place: jax.ShapeDtypeStruct(p.shape, self.grad_dtype, sharding=place),
             state.params,
@@ -312,7 +316,7 @@ class Learner:
             made = [jax.eval_shape(*source) for source in sources]
         read = [jax.tree.map(_at, x, done.output_shardings) for x, done in zip(made, programs, strict=True)]
         qweights = united(*read, kept) if self.trainable.freeze else read[0]
-        rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
+        rest = qweights, batch, row if scored else None, *counts, ref
         calls: list[tuple[Any, ...]] = [("scoring", self._score, state.params, qweights, batch)] if scored else []
         place = None if self.options.backward == "bf16" else (state.updates, state.updates)
         if not self.options.one_program:

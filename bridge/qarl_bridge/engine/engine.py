@@ -388,7 +388,7 @@ class VllmEngine:
 
     @property
     def device(self) -> Any:
-        """Where the engine computes, as torch names it."""
+        """The device that the engine computes on, as torch names it."""
         return self._torch.device(self._machine.profile)
 
     def tensor_on_device(self, array: Any) -> Any:

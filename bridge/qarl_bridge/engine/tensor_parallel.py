@@ -137,7 +137,7 @@ class ShardedEngine:
         self._own.forget_trainer()
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """What goes into and comes out of whole modules: a shard records its part of them."""
+        """Joins the inputs and outputs of whole modules from those that each shard recorded."""
         every = self._all("probe", functools.partial(self._own.probe, prompt, modules), prompt, modules)
         return [
             whole_record(of_a_module, self._own.outputs_of(of_a_module[0].module))
@@ -181,7 +181,7 @@ class ShardedEngine:
             raise BridgeError(f"another shard of the engine is gone: {error}", "engine") from None
 
     def _answers(self) -> list[Any]:
-        """What every other shard says to the last thing it was asked. Raises what went wrong there first."""
+        """Collects the other shards' answers to the last request. Raises the first of their errors."""
         failed: BridgeError | None = None
         answers = []
         for pipe in self._pipes:
