@@ -43,7 +43,6 @@ from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf.weights import check_weights
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.observe.trackers import watched
-from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
@@ -186,10 +185,8 @@ def disk(cfg: RunConfig | None) -> Check:
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
         with contextlib.suppress(UserError):  # told by the check of the model
-            model = models.read_config(cfg.model.path, param_dtype=cfg.model.param_dtype)
-            params = models.split(models.abstract_model(model))[1]
-            state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, params)
-            needed = learner.nbytes(params) + learner.nbytes(state)
+            policy = learner.shapes(choose.on_a_gpu(cfg))  # JAX is not asked whether it is one
+            needed = learner.nbytes(policy.learned) + learner.nbytes(policy.opt_state)
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
         # One more than is kept: the new step is whole before the oldest goes.
         missing = max(0, kept - len(Checkpoints(_run_dir(cfg) / "checkpoints").steps())) + 1
@@ -256,7 +253,8 @@ def adapters(cfg: RunConfig) -> Iterator[Check]:
 
 def positions(cfg: RunConfig) -> Check:
     """The model has positions for prompt and response, and the engine can be started for it."""
-    known = (model := build.model_config(cfg, cfg.quant.rollout_scheme)).max_position_embeddings
+    model = build.model_config(cfg, cfg.quant.rollout_scheme, quant.resolve("plain"))  # JAX is asked for no device
+    known = model.max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
     try:
         if isinstance(cfg.rollout.engine, VllmConfig):

@@ -190,6 +190,42 @@ def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_p
     assert not world.run_dir.exists()
 
 
+BEFORE_A_RUN = """
+import sys
+from jax._src import xla_bridge
+from qarl_jax import doctor, train
+from qarl_jax.memory import choose
+from qarl_jax.run import config
+cfg = config.load(sys.argv[1], sys.argv[2:])
+told = list(doctor.before_a_run(cfg))
+choose.settle(train.open_prompts(cfg)[0], 80 * 2**30)
+print(len(told), xla_bridge.backends_are_initialized())
+"""
+
+
+def test_jax_is_asked_for_no_device_before_the_plan_is_kept(world):
+    # On a GPU it takes three quarters of the memory when it is first asked, unless the plan has said how much.
+    engine = VLLM % (128, sys.executable) + " quant.engine=auto rollout.engine.memory=auto model.remat=auto"
+    adapters = "lora={rank: 8, alpha: 8}"
+    command = [sys.executable, "-c", BEFORE_A_RUN, *world.command(*re.split(" (?=[a-z.]+=)", engine), adapters)[1:]]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    checks, asked = told.stdout.split()[-2:]
+    assert int(checks) > 6
+    assert asked == "False"
+
+
+def test_a_checkpoint_of_adapters_needs_no_room_for_their_base(world, monkeypatch):
+    starve(world, monkeypatch)
+    monkeypatch.setattr(doctor, "amount", int)  # bytes
+
+    def beside_the_least(*overrides):
+        todo = doctor.disk(config.load(*world.command(*overrides)[1:2], list(overrides))).todo
+        return int(re.search(r"take ([0-9]+) more", todo)[1]) - machine.GIB // 4
+
+    assert 0 < beside_the_least("lora={rank: 8, alpha: 8}") < 0.5 * beside_the_least()
+
+
 def test_a_run_of_fresh_masters_needs_no_weights(world):
     fresh = world.changed(model=world.tree["model"] | {"init": "random"}).config
     (world.model / "model.safetensors").rename(world.folder / "aside")

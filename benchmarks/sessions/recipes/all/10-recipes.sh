@@ -1,0 +1,81 @@
+# Recipes at their own lengths with random weights, on four GPUs in two lanes: three steps of an update of 64 responses
+# each. Then QaRL's runs with responses of 16,384 tokens, 16 a GPU. The fourth GPU first trains the real 0.5B with three
+# kinds of masters. GPUs of 80 GB take other recipes than those of 141. TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU.
+source benchmarks/sessions/tp/common.sh
+recipes=configs/gpu/recipes.yaml papers=configs/papers
+
+# recipe NAME GPUS CONFIG OVERRIDES...: the arm is among the overrides.
+recipe() {
+  local name=$1 gpus=$2 config=$3 count more=() prompts=${PROMPTS:-8}
+  shift 3
+  count=$(($(tr -cd , <<<"$gpus" | wc -c) + 1))
+  [ -z "$TINY" ] || {
+    count=1 prompts=1
+    more=(model.attention=xla rollout.max_response_len=8 rollout.engine.max_model_len=640 rollout.engine.max_num_seqs=8)
+    more+=(rollout.engine.memory=given rollout.engine.kv_cache_gb=0.2 rollout.engine.threads=1 train.micro_batch_rows=1)
+  }
+  on "$gpus" limited "recipe_$name" "${LIMIT:-560}" $PYTHON -m benchmarks.step_gpu --recipe "$config" --steps 2 \
+    --folder "$MODELS/$name" ${TINY:+--layers 1} --cards "$count" --updates 1 --limit-s $((${LIMIT:-560} - 20)) \
+    --log "$RESULTS/run_$name.log" --out "$RESULTS/recipes.jsonl" "$@" \
+    train.prompts_per_step="$prompts" train.prompts_per_update="$prompts" "${more[@]}" || true
+}
+
+long() { # MODEL GPUS OVERRIDES...: responses of the paper's length
+  local gpus=$2 count=$(($(tr -cd , <<<"$2" | wc -c) + 1))
+  PROMPTS=$((2 * count)) LIMIT=900 recipe "$1_16k_$count" "$gpus" "$papers/qwen3_$1_base.yaml" arm=tbpo \
+    train.micro_batch_rows="$count" "${@:3}"
+}
+
+masters() { # GPU DTYPE:ROUNDING...: the real 0.5B under QaRL with such masters, all at once
+  local model=$MODELS/qwen25-coder-0.5b gpu=$1 way dtype rounding
+  shift
+  until [ -e "$model/ready" ]; do sleep 1; done
+  for way in "$@"; do
+    dtype=${way%:*} rounding=${way#*:}
+    XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-0.19} on "$gpu" limited "masters_${dtype}_$rounding" 900 $PYTHON -m qarl_jax.train \
+      --config configs/qwen25_coder_0p5b/qarl_w4a16.yaml run_dir="$RESULTS/masters/${dtype}_$rounding" \
+      model.path="$model" model.param_dtype="$dtype" optimizer.master_rounding="$rounding" \
+      optimizer.moment_dtype=float32 optimizer.second_moment_dtype=float32 rollout.engine.kv_cache_gb=4.5 \
+      rollout.engine.gpu_memory_utilization="${ENGINE:-0.1}" checkpoint.every=0 checkpoint.at_end=false log.view=lines &
+  done
+  wait
+}
+
+if [ -n "$TINY" ]; then
+  recipe 1x24 0 $recipes arm=1x24
+  exit
+fi
+bash benchmarks/offline_host.sh await
+nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 >"$RESULTS/memory.csv" &
+watch=$!
+disown "$watch" # nobody waits for it
+memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0)
+if [ "$memory" -gt 100000 ]; then
+  (
+    recipe 1x141 0 $recipes arm=1x141 &
+    recipe 1x141_bf16 1 $recipes arm=1x141_bf16 &
+    wait
+    recipe 2x141 0,1 $recipes arm=2x141
+    long 8b 0,1
+  ) &
+  (
+    { recipe 1x80_lora 2 $recipes arm=1x80_lora; recipe 1x80 2 $recipes arm=1x80; } &
+    masters 3 float32:nearest bfloat16:nearest bfloat16:stochastic &
+    wait
+    long 30b_a3b 2,3 model.param_dtype=bfloat16 optimizer.master_rounding=stochastic
+  ) &
+else
+  export FRACTION=0.3 ENGINE=0.15
+  recipe 1x80 0 $recipes arm=1x80 &
+  recipe 1x80_bf16 3 $recipes arm=1x80_bf16 &
+  CARD=1 CUDA_VISIBLE_DEVICES=1 ONLY=once bash benchmarks/sessions/onebase/0/20-32b.sh &
+  recipe 1x80_lora 2 $recipes arm=1x80_lora &
+  wait
+  recipe 2x80 0,1 $recipes arm=2x80 &
+  { recipe 1x24_lora 2 $recipes arm=1x24_lora; masters 2 bfloat16:nearest; } &
+  masters 3 float32:nearest bfloat16:stochastic &
+  wait
+  recipe 4x80 0,1,2,3 $recipes arm=4x80
+  long 8b 0,1,2,3
+fi
+kill "$watch"
