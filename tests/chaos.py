@@ -185,8 +185,7 @@ class Lane:
 def trainer_kills(name: str) -> Callable[[Lane, random.Random], int]:
     def trial(lane: Lane, rng: random.Random) -> int:
         _, seconds = lane.undisturbed(name)
-        background = {"asynchronous": rng.random() < 0.5}
-        world = lane.world(name, f"killed-{name}-{lane.number}", checkpoint={"every": 1, "keep": 2, **background})
+        world = lane.world(name, f"killed-{name}-{lane.number}", checkpoint={"every": 1, "keep": 2})
         kills = 0
         for _ in range(rng.randint(2, 5)):
             pid = lane.start(world)
@@ -253,8 +252,7 @@ def full_disk(lane: Lane, rng: random.Random) -> int:
     needed = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())
     disk = lane.folder / "disk"
     disk.mkdir(exist_ok=True)
-    background = {"asynchronous": rng.random() < 0.5}
-    world = lane.world("embedded", f"disk/run-{lane.number}", checkpoint={"every": 1, "keep": 2, **background})
+    world = lane.world("embedded", f"disk/run-{lane.number}", checkpoint={"every": 1, "keep": 2})
     room = rng.randrange(int(1.2 * needed))
     lane.log(world).unlink(missing_ok=True)
 
