@@ -69,12 +69,12 @@ unpack)
   ;;
 install)
   dir=${1:?a folder}
-  mkdir -p "$site"
+  mkdir -p "$site" && touch "$site/installing" # jobs await the last package, not the first
   parts=("$dir"/*.tar.xz.??)
   [ ! -e "${parts[0]}" ] || cat "${parts[@]}" | xz -d -T0 | tar xf - -C "$site"
   find "$dir" -type f \( -name '*.whl' -o -name '*.tar.gz' \) | xargs python3 -m pip install -q --no-index --no-deps \
     --no-build-isolation --no-compile --no-cache-dir --target "$site"
-  touch "$site/installed"
+  rm "$site/installing"
   ;;
 run)
   environment
@@ -108,7 +108,7 @@ await)
   for path in "$@"; do
     until [ -e "$path" ]; do sleep 2; done
   done
-  until [ -e "$site/installed" ] && python3 -c 'import vllm' 2>/dev/null; do sleep 2; done
+  until [ ! -e "$site/installing" ] && python3 -c 'import vllm' 2>/dev/null; do sleep 2; done
   ;;
 queue)
   card=${1:?which card}

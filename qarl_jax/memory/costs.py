@@ -18,7 +18,7 @@ from qarl_jax.run.config import RunConfig
 
 LEARNER_FLOPS = 350e12  # per second and GPU, forward and backward
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
-SHARED_BYTES = 2.5e9  # per second of a version through host memory, checks included
+SHARED_BYTES = 0.1e9  # per second of a version through host memory, checks included (recipes_h100.json)
 SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and small (step_30b_a3b_two_h200.json)
 ROUNDING_S = 3600.0  # a step, for the least of the choices that round otherwise
 DECODE_BYTES = 2.5e12  # per second of weights read for a token

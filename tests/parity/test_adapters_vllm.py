@@ -64,7 +64,7 @@ def test_many_publishes_in_a_row_leave_nothing_behind(found):
     assert len(row["versions"]) >= found["publishes"]
     assert set(row["versions"]) == {0}, "every completion was drawn under the version published last"
     assert row["files"][-1] <= row["files"][5] + 2
-    growth = row["rss"][-1] - row["rss"][5]
+    growth = min(row["rss"][-10:]) - row["rss"][5]  # the allocator keeps a megabyte more or less from one to the next
     assert growth < 4 * row["bytes"], "one copy per version would be ten or fifty times as much"
     assert row["slots"] == 2 * 16, "every version lies in the memory that the first one had"
     assert "loading whole modules" in found["notes"]
