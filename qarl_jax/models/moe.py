@@ -13,6 +13,9 @@ holds; the others lie behind all groups, where a product gives zeros. Weights co
 `down`. The outputs of the copies are brought together along `expert` before they are weighted, one device's and zeros,
 so that the sum over the k experts of a token has one order on every mesh. A device makes room for all copies of its
 tokens, since all of them may go to its experts.
+
+A shard of a tensor-parallel engine has some inner features of every expert. It quantizes these by itself, and rounds
+its own weighted sum over a token's experts. The layer returns the sum over all shards (`Numerics.shards`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul
 from qarl_jax.numerics.float32 import in_float64, round_to
@@ -142,16 +146,23 @@ class MoE(nnx.Module):
             hidden = silu_and_mul(gate, up, self.numerics)
             if cut.inner[1]:  # a contraction is never split
                 hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
-            out = self.down.of_experts(hidden, down_held, group_sizes)
-            out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
-            # Of each copy one device has an output and all others zeros, so that these sums are exact.
-            if cut.scattered:
-                out_MkD = jax.lax.psum_scatter(out_MkD, "expert", scatter_dimension=2, tiled=True)
-            elif cut.inner[0]:
-                out_MkD = jax.lax.psum(out_MkD, "expert")
-            weigh = in_float64(_weighted_sum) if self.numerics.float64_experts else _weighted_sum
-            y = weigh(out_MkD.astype(jnp.float32), weights_Mk)
-        return round_to(y, x.dtype).reshape(B, T, -1)
+
+            def of_shard(hidden: jax.Array, *held: Any) -> jax.Array:
+                """One engine shard's sum over the experts, of its own inner features."""
+                out = self.down.of_experts(hidden, held, group_sizes)
+                out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
+                # Of each copy one device has an output and all others zeros, so that these sums are exact.
+                if cut.scattered:
+                    out_MkD = jax.lax.psum_scatter(out_MkD, "expert", scatter_dimension=2, tiled=True)
+                elif cut.inner[0]:
+                    out_MkD = jax.lax.psum(out_MkD, "expert")
+                weigh = in_float64(_weighted_sum) if self.numerics.float64_experts else _weighted_sum
+                return round_to(weigh(out_MkD.astype(jnp.float32), weights_Mk), x.dtype)
+
+            shards, whole = self.numerics.shards, (hidden, *down_held)
+            sums = [of_shard(*(quant.inputs_of(a, i, shards) for a in whole)) for i in range(shards)]
+            y = quant.sum_of_shards(sums)
+        return y.reshape(B, T, -1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Numerics:
       shards: of a tensor-parallel engine. Each has its part of every weight: rows, or columns of the layers whose
         inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
         rounds its own sum; the layer returns their sum in float32, by rank, rounded once. 1 for layers whose rows are
-        spread.
+        spread. Of experts each shard rounds its weighted sum (`models/moe.py`).
       own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
         (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `split_k`.
     """

@@ -11,8 +11,8 @@ One file per scheme; `schemes.SCHEMES` is the registry.
 from qarl_jax.numerics.engine import PLAIN, PROFILES, Numerics, resolve
 from qarl_jax.numerics.float32 import divide, pack_int4, round_to, unpack_int4
 from qarl_jax.quant.backward import Backward
-from qarl_jax.quant.dot import dot, expert_dot
-from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.dot import dot, expert_dot, sum_of_shards
+from qarl_jax.quant.qtensor import QTensor, inputs_of
 from qarl_jax.quant.rules import Rules
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import (

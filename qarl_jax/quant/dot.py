@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -133,7 +134,7 @@ def dot(
             )
             for i in range(shards)
         ]
-        return round_to(functools.reduce(jnp.add, (y.astype(jnp.float32) for y in sums)), x.dtype)
+        return sum_of_shards(sums)
     dtypes = jnp.dtype(master.dtype), None if bias is None else jnp.dtype(bias.dtype)
     y = _multiply(numerics, dtypes, x.reshape(-1, x.shape[-1]), master, qtensor, bias, None, backward)
     return y.reshape(*x.shape[:-1], master.shape[0])
@@ -163,6 +164,13 @@ def expert_dot(
     """
     _check(master, qtensor)
     return _multiply(numerics, (jnp.dtype(master.dtype), None), x, master, qtensor, None, group_sizes, None)
+
+
+def sum_of_shards(sums: Sequence[jax.Array]) -> jax.Array:
+    """Adds what the shards of a tensor-parallel engine have rounded: by rank, in float32, rounded once."""
+    if len(sums) == 1:
+        return sums[0]
+    return round_to(functools.reduce(jnp.add, (y.astype(jnp.float32) for y in sums)), sums[0].dtype)
 
 
 def _check(master: Any, qtensor: Any) -> None:

@@ -117,6 +117,51 @@ def test_nor_on_how_features_are_where_sums_are_exact(mesh):
     assert (want != jax.device_get(forward(*state, x, None))).any(), "the replayed experts are others"
 
 
+def changed(state, change):
+    """The layer after `change` of a copy of it."""
+    moe = nnx.merge(*jax.tree.map(jnp.asarray, state))
+    change(moe)
+    return nnx.split(moe, nnx.Param, Quantized)
+
+
+def part_of(shard, shards):
+    """Leaves a layer an engine shard's inner features of every expert: rows of gate and up, columns of down."""
+
+    def change(moe):
+        for linear, axis in ((moe.gate, -2), (moe.up, -2), (moe.down, -1)):
+
+            def own(a, axis=axis):
+                each = a.shape[axis] // shards  # 0: a scale of all inputs
+                return jax.lax.slice_in_dim(a, shard * each, (shard + 1) * each, axis=axis) if each else a
+
+            for held in (linear.kernel, linear.quantized):
+                if held is not None:
+                    held.set_value(jax.tree.map(own, held.get_value()))
+
+    return change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "shards"),
+    [("w8a8", 2), *(pytest.param(s, 3, marks=pytest.mark.nightly) for s in ("bf16", "w8a8", "w4a16:g32"))],
+)
+def test_each_engine_shard_rounds_the_weighted_sum_of_its_own_inner_features(scheme, shards):
+    """They are added by rank, in float32, and rounded once. A mesh changes no bit, and masters learn in all parts."""
+    state, (x, dy, routed) = block(scheme, "bfloat16"), data("bfloat16")
+    parts = [forward(*changed(state, part_of(shard, shards)), x, routed) for shard in range(shards)]
+    want = functools.reduce(np.add, (np.asarray(part, np.float32) for part in parts)).astype(jnp.bfloat16)
+    sharded = changed(state, lambda moe: setattr(moe, "numerics", dataclasses.replace(moe.numerics, shards=shards)))
+    got = jax.device_get(forward(*sharded, x, routed))
+    np.testing.assert_array_equal(got, want)
+    assert (got != jax.device_get(forward(*state, x, routed))).any()
+    np.testing.assert_array_equal(on_mesh(forward, MESHES["data2-fsdp2-expert2"], *sharded, x, routed), got)
+    gradients, alone = (jax.device_get(backward(*one, x, dy)) for one in (sharded, state))
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(alone), strict=True):
+        a, b = (np.asarray(leaf, np.float32) for leaf in (a, b))
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)  # but for roundings: straight through
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
