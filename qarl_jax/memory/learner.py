@@ -168,7 +168,7 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
         return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
     down = hidden
     if model.moe is not None:
-        down *= model.moe.num_experts_per_tok
+        down *= model.moe.num_experts_per_tok * model.numerics.shards  # each shard's outputs
     elements = remat.saved_elements(
         model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner, down=down
     )
@@ -195,6 +195,7 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
         # Copies of tokens for their experts, wider where they are summed in float64; a layer's experts, gathered, and
         # dequantized.
         copies = (8 if model.numerics.float64_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
+        copies *= model.numerics.shards  # an upper bound: each shard of the engine has a sum of its own
         experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize
     return round(own)

@@ -163,6 +163,14 @@ def test_recomputation_and_shorter_chunks_plan_for_less(world):
     assert sum(parts("full", 16).values()) <= sum(parts("full", 2048).values())
 
 
+def test_experts_whose_sums_two_engine_shards_round_are_planned_with_twice_their_outputs():
+    one = shapes.model_config(shapes.Setting(model="tiny-moe", scheme="bf16", remat="dots"))
+    two = dataclasses.replace(one, numerics=dataclasses.replace(one.numerics, shards=2))
+    outputs = one.num_layers * 64 * one.moe.num_experts_per_tok * one.hidden_size * one.compute_dtype.itemsize
+    assert learner.saved_activations(two, 64) - learner.saved_activations(one, 64) == outputs
+    assert learner.layer_activations(two, 64) > learner.layer_activations(one, 64)
+
+
 def test_a_single_micro_batch_needs_no_accumulator_and_bfloat16_gradients_half(world):
     def gradients(**options):
         changed = {"micro_batch_rows": 64, "logprob_chunk": 2048} | options
