@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor-parallel engine: what a shard holds of a version, and what is refused. The live one: tests/verify."""
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -13,15 +14,17 @@ import numpy as np
 import pytest
 from qarl_bridge.engine import shard_memory
 from qarl_bridge.engine.shard import Shard, whole_record
-from qarl_bridge.protocol import messages
+from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax.models import parse_rules
+from qarl_jax.models import MoEConfig, parse_rules
 from qarl_jax.models.config import ModelConfig
+from qarl_jax.quant import parse_scheme
 from qarl_jax.rollout.vllm.config import check_model
 from qarl_jax.rollout.vllm.engine import Config, engine_tensors
 from qarl_jax.types import UserError
 from tests.reference.fleet_world import weights
+from tests.reference.tiny_policies import policy
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -49,6 +52,26 @@ def test_the_shards_of_a_version_hold_it_all_once(scheme, size):
     assert all(cut.values()), cut
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8", "nvfp4"])
+def test_a_shard_holds_rows_of_every_experts_gate_and_up_and_columns_of_its_down(scheme):
+    whole = {name: np.asarray(array) for name, array in engine_tensors(policy(scheme, moe=True), stacked=True)}
+    checkpoint = dict(expert_stacks.apart(whole.items()))
+    parts = [Shard(rank, 2).part_of(whole) for rank in range(2)]
+    for rank, part in enumerate(parts):  # a stack is cut as the tensors of a checkpoint are
+        apart = dict(expert_stacks.apart(part.items()))
+        for name, array in Shard(rank, 2).part_of(checkpoint).items():
+            np.testing.assert_array_equal(apart[name], array)
+    stacks = [name for name in whole if ".experts.*." in name]
+    assert len(stacks) >= 6
+    for name in stacks:
+        axis, own = 2 if "down_proj" in name else 1, [part[name] for part in parts]
+        is_of_all = name.endswith(("weight_shape", "global_scale")) or whole[name].shape[axis] == 1
+        np.testing.assert_array_equal(own[0] if is_of_all else np.concatenate(own, axis), whole[name])
+    router = next(name for name in whole if name.endswith("mlp.gate.weight"))
+    assert parts[1][router].shape == whole[router].shape, "each shard chooses by itself"
+
+
 @pytest.mark.parametrize(
     ("size", "vocabulary", "wanted"), [(4, 151936, [37984] * 4), (2, 64, [32, 32]), (4, 96, [32, 32, 32, 0])]
 )
@@ -60,19 +83,31 @@ def test_a_vocabulary_is_filled_up_before_it_is_cut(size, vocabulary, wanted):
     np.testing.assert_array_equal(np.concatenate(parts), rows["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "said"),
-    [
-        (CONFIG | {"num_experts": 8}, {}, "experts"),
-        (CONFIG | {"num_key_value_heads": 1}, {}, "1 heads of keys"),
-        (CONFIG, {"record_routing": True}, "routing"),
-    ],
-)
-def test_what_is_not_mirrored_is_refused(config, options, said):
-    with pytest.raises(BridgeError, match=f"{said}.*set rollout.engine.tensor_parallel_size=1"):
-        Shard(0, 2).check(config, messages.EngineOptions(tensor_parallel_size=2, **options))
-    Shard(0, 2).check(CONFIG, messages.EngineOptions(tensor_parallel_size=2))
-    Shard().check(config, messages.EngineOptions(**options))
+def test_heads_that_cannot_be_shared_out_are_refused():
+    config = CONFIG | {"num_key_value_heads": 1}
+    with pytest.raises(BridgeError, match=r"1 heads of keys.*set rollout.engine.tensor_parallel_size=1"):
+        Shard(0, 2).check(config)
+    Shard(0, 2).check(CONFIG | {"num_experts": 8})
+    Shard().check(config)
+
+
+def test_experts_that_a_shard_would_have_too_little_of_are_refused():
+    pytest.importorskip("torch")
+    from qarl_bridge.engine.readback import experts
+
+    config = {"num_experts": 8, "moe_intermediate_size": 96, "hidden_size": 256}
+    experts.check_shape(config)
+    with pytest.raises(BridgeError, match=r"experts of 48 features in each of 2 shards.*or fewer shards"):
+        experts.check_shape(config, 2)
+    experts.check_shape(config | {"num_experts": 0}, 2)
+    int4 = formats.quantization_config({"model.layers.0.mlp.experts.0.up_proj": parse_scheme("w4a16:g64").wire})
+    config |= {"moe_intermediate_size": 256, "quantization_config": int4}
+    for shards, invariant in ((1, False), (2, False), (4, False), (2, True)):
+        if shards == 4:  # one group of each row of down, and several of gate and up
+            with pytest.raises(BridgeError, match="experts of 64 features with int4 groups of 64"):
+                experts.check_groups(config, shards=shards)
+        else:
+            experts.check_groups(config, batch_invariant=invariant, shards=shards)
 
 
 def test_three_shards_are_refused_in_the_config():
@@ -100,6 +135,14 @@ def test_a_group_that_a_shard_would_cut_is_refused_before_an_engine_starts():
     rules = [{"match": "down", "scheme": "w8a8"}, {"match": "", "scheme": halves}]
     check_model(config, ModelConfig(**model, quant=parse_rules(rules)))
     check_model(Config(), ModelConfig(**model, quant=parse_rules(halves)))
+    moe = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=384, norm_topk_prob=True)
+    model |= {"intermediate_size": 255, "moe": moe, "moe_layers": (0,), "architecture": "Qwen3MoeForCausalLM"}
+    with pytest.raises(UserError, match=r"a shard's 192 inputs of .*experts.*down_proj.* are no whole groups"):
+        check_model(config, ModelConfig(**model, quant=parse_rules(halves)))
+    check_model(config, ModelConfig(**model, quant=parse_rules("w4a16:g64")))
+    uneven = model | {"moe": dataclasses.replace(moe, intermediate_size=385)}
+    with pytest.raises(UserError, match="385 inner features are not shared evenly; set it to 1"):
+        check_model(config, ModelConfig(**uneven))
 
 
 def test_fewer_gpus_than_shards_are_refused():

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 # One thread: two that wait for each other's turn on a busy machine take twenty times as long.
 SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --updates 0 --kv-cache-gb 0.2 --threads 1"
 
+SHARDS = ["--replay", "--tensor-parallel", "2"]
+
 
 @pytest.mark.parametrize(
     "scheme",
@@ -44,15 +46,15 @@ def test_no_token_differs_whatever_a_rollout_with_adapters_meets(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("scheme", "replay"),
-    [("w8a8", ["--replay"]), ("w8a8", []), ("nvfp4", [])],
-    ids=["the engine's experts", "the learner's own", "the learner's own, nvfp4"],
+    ("scheme", "more"),
+    [("w8a8", ["--replay"]), ("w8a8", []), ("nvfp4", []), ("w8a8", SHARDS), ("w4a16:g64", SHARDS), ("bf16", SHARDS)],
+    ids=["the engine's experts", "the learner's own", "the learner's own, nvfp4", *["two shards"] * 3],
 )
-def test_no_token_of_an_moe_model_differs(scheme, replay, tmp_path):
+def test_no_token_of_an_moe_model_differs(scheme, more, tmp_path):
     pytest.importorskip("vllm")
     random_folder.make(tmp_path / "model", random_folder.config_of("tiny-moe"), deviation=0.06)
     conditions = ["--conditions", "plain", "samples", "preempted"]
-    assert compared(tmp_path, str(tmp_path / "model"), scheme, *conditions, *replay) == 3
+    assert compared(tmp_path, str(tmp_path / "model"), scheme, *conditions, *more) == 3
 
 
 def compared(folder, model, scheme, *arguments):

@@ -15,6 +15,17 @@ from qarl_jax.verify import ladder
 from tests.reference.qwen3 import SMALL
 from tests.reference.rollouts import completion
 
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 def test_the_estimators_equal_the_numbers_worked_by_hand():
     # d = log 2 and log 0.5: exp(d) - 1 - d = 1 - log 2 and -0.5 + log 2, whose mean is 0.25.
@@ -172,18 +183,21 @@ def left_behind():
 @pytest.mark.vllm
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("scheme", "shards", "rank"),
+    ("scheme", "shards", "rank", "more"),
     [
-        *((scheme, 2, rank) for scheme in ("w8a8", "w4a8", "fp8", "w4a16:g64", "bf16") for rank in (0, 8)),
-        *((scheme, 4, 0) for scheme in ("w8a8", "w4a16:g32", "nvfp4", "bf16")),
-        ("w4a16:g32", 4, 8),
+        *((scheme, 2, rank, {}) for scheme in ("w8a8", "w4a8", "fp8", "w4a16:g64", "bf16") for rank in (0, 8)),
+        *((scheme, 4, 0, {}) for scheme in ("w8a8", "w4a16:g32", "nvfp4", "bf16")),
+        ("w4a16:g32", 4, 8, {}),
+        *((scheme, 2, 0, MOE) for scheme in ("w8a8", "w4a8:g32", "w4a16:g32", "nvfp4", "bf16")),
+        *((scheme, 4, 0, MOE | {"moe_intermediate_size": 128}) for scheme in ("w8a8", "w4a16:g32", "bf16")),
     ],
 )
-def test_an_engine_of_several_shards_is_mirrored_to_the_last_bit(tmp_path, scheme, shards, rank, left_behind):
-    """Each shard scales its own inputs of o and down, and rounds its own sum; an adapter has the inputs of all."""
+def test_an_engine_of_several_shards_is_mirrored_to_the_last_bit(tmp_path, scheme, shards, rank, more, left_behind):
+    """Each shard scales its own inputs of o and down, and rounds its own sum (of experts the weighted one); an adapter
+    has the inputs of all."""
     pytest.importorskip("vllm")
     heads = {"num_attention_heads": 4, "num_key_value_heads": shards}
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | heads))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | heads | more))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     models.save_hf(models.random_model(config, 0), tmp_path)
     options = ladder.Options(
@@ -202,6 +216,8 @@ def test_an_engine_of_several_shards_is_mirrored_to_the_last_bit(tmp_path, schem
     assert all(ok[name] for name in rungs), result["rungs"]
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["decode_prefill"]["equal"] == 1
+    if more:
+        assert (result["own_routing"]["tokens"], result["own_routing"]["max_abs"]) == (result["aligned"]["tokens"], 0)
 
 
 @pytest.mark.vllm
@@ -225,17 +241,7 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
 def test_an_moe_model_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
     pytest.importorskip("vllm")
-    model = SMALL | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | MOE))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     models.save_hf(models.random_model(config, 0), tmp_path)
     options = ladder.Options(prompts=6, prompt_len=16, response_len=12, threads=1, unaligned=False)

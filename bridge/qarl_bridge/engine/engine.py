@@ -128,7 +128,7 @@ class VllmEngine:
         import torch
 
         self._torch = torch
-        shard.check(config, options)
+        shard.check(config)
         if torch.cuda.is_available():
             shard.take_gpu(torch)
         self._machine: Machine = (Cuda if torch.cuda.is_available() else Cpu)(torch, options)
@@ -397,7 +397,7 @@ class VllmEngine:
 
     def outputs_of(self, module: str) -> list[int]:
         """Outputs of each linear layer that a live module fuses, of this shard; empty: it is none."""
-        return list(getattr(self._modules[module], "output_partition_sizes", ()))
+        return list(getattr(self._modules.get(module), "output_partition_sizes", ()))
 
     def _tied_heads(self) -> dict[str, str]:
         """Heads that share their weight with an embedding: name of the head -> name of the embedding."""

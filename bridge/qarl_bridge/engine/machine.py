@@ -62,7 +62,7 @@ class Cpu:
         from qarl_bridge.engine.readback import experts as readback_experts
 
         readback_experts.check_format(config)
-        readback_experts.check_shape(config)
+        readback_experts.check_shape(config, options.tensor_parallel_size)
         linear.register()
         layers.register()
         experts.register()
@@ -104,7 +104,8 @@ class Cuda:
             )
         self._invariant = options.arithmetic == "batch_invariant"
         readback_experts.check_format(config)
-        readback_experts.check_groups(config, batch_invariant=self._invariant)
+        shards = options.tensor_parallel_size
+        readback_experts.check_groups(config, batch_invariant=self._invariant, shards=shards)
         if not self._invariant:
             self.note = ""
             if any(group["format"] in formats.ASYMMETRIC for group in groups):

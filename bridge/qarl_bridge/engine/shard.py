@@ -4,9 +4,10 @@
 
 A shard holds rows of q, k, v, gate, up, embedding and head; columns of o and down, whose inputs it scales and whose
 sums it rounds by itself. Then all shards add their sums in the order of their ranks (`all_reduce.py`, and the learner's
-`Numerics.shards`).
+`Numerics.shards`). So it is with every expert, but that a shard rounds its weighted sum over a token's experts. Routers
+are whole in each shard, so that all choose alike, and the first shard's record is the engine's.
 
-What is left out: experts, recorded routing, heads that cannot be shared out evenly.
+What is left out: expert parallelism, heads that cannot be shared out evenly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from qarl_bridge.protocol import messages
+from qarl_bridge.protocol import expert_stacks, messages
 from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.protocol.messages import BridgeError
 
@@ -41,7 +42,7 @@ class Shard:
         """Tells whether there is no other shard."""
         return self.size == 1
 
-    def check(self, config: Mapping[str, Any], options: messages.EngineOptions) -> None:
+    def check(self, config: Mapping[str, Any]) -> None:
         """Refuses what is not mirrored.
 
         Raises:
@@ -49,15 +50,13 @@ class Shard:
         """
         if self.is_whole:
             return
-        size, why = self.size, ""
-        if config.get("num_experts"):
-            why = "the experts of a sharded engine are not mirrored"
-        elif options.record_routing:
-            why = "a sharded engine records no routing"
-        elif config["num_key_value_heads"] % size or config["num_attention_heads"] % size:
-            why = f"{config['num_key_value_heads']} heads of keys cannot be shared out evenly"
-        if why:
-            raise BridgeError(f"tensor_parallel_size={size}: {why}; set rollout.engine.tensor_parallel_size=1", "setup")
+        size, heads = self.size, config["num_key_value_heads"]
+        if heads % size or config["num_attention_heads"] % size:
+            raise BridgeError(
+                f"tensor_parallel_size={size}: {heads} heads of keys cannot be shared out evenly; set"
+                " rollout.engine.tensor_parallel_size=1",
+                "setup",
+            )
 
     def take_gpu(self, torch: Any) -> None:
         """Makes the shard's GPU the process's, before anything is put on another.
@@ -97,26 +96,22 @@ class Shard:
             return tensors
         rank, size = self.rank, self.size
 
-        def rows(array: Any, unit: int = 1) -> Any:
-            each = -(-array.shape[0] // unit) * unit // size
-            return array[rank * each : (rank + 1) * each]
-
-        def columns(array: Any) -> Any:
-            each = array.shape[1] // size
-            return array[:, rank * each : (rank + 1) * each]
+        def own(array: Any, axis: int, unit: int = 1) -> Any:
+            each = -(-array.shape[axis] // unit) * unit // size
+            return array[(slice(None),) * axis + (slice(rank * each, (rank + 1) * each),)]
 
         out = {}
         for name, array in tensors.items():
             module, _, leaf = name.rpartition(".")
-            kind = module.rpartition(".")[2]
-            if leaf == "weight_shape" or tuple(array.shape) in ((), (1,)):  # of a whole weight
+            kind, first = module.rpartition(".")[2], int(expert_stacks.is_stack(name))  # the axis of its rows
+            if leaf == "weight_shape" or tuple(array.shape[first:]) in ((), (1,)):  # of a whole weight
                 pass
             elif kind in _SPREAD_OUTPUTS:
-                array = rows(array)
+                array = own(array, first)
             elif kind in _VOCABULARY:
-                array = rows(array, _VOCABULARY_UNIT)
-            elif kind in _SPREAD_INPUTS and array.ndim == 2 and array.shape[1] > 1:
-                array = columns(array)
+                array = own(array, first, _VOCABULARY_UNIT)
+            elif kind in _SPREAD_INPUTS and array.ndim == first + 2 and array.shape[-1] > 1:
+                array = own(array, first + 1)
             out[name] = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
         return out
 

@@ -12,7 +12,7 @@ Every shard is given whole tensors, of which vLLM's loader cuts its part; a shar
 
 When one process of an engine ends, the others end, too: they would wait for it for ever.
 
-What is left out: experts, recorded routing (`shard.py` says why).
+What is left out: `shard.py` says it.
 """
 
 from __future__ import annotations

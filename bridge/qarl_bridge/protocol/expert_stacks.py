@@ -25,6 +25,11 @@ def name_of(name: str) -> str:
     return _ONE.sub(_ALL, name)
 
 
+def is_stack(name: str) -> bool:
+    """Tells whether a tensor of that name holds all experts of a layer."""
+    return _ALL in name
+
+
 def names(stack: str, count: int) -> list[str]:
     """Names the tensors that a stack of so many experts holds."""
     return [stack.replace(_ALL, f".experts.{expert}.") for expert in range(count)]
@@ -33,7 +38,7 @@ def names(stack: str, count: int) -> list[str]:
 def apart(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """(name, tensor) pairs as a checkpoint has them: views of stacks, expert by expert."""
     for name, tensor in tensors:
-        if _ALL not in name:
+        if not is_stack(name):
             yield name, tensor
             continue
         yield from zip(names(name, len(tensor)), tensor, strict=True)

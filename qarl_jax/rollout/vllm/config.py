@@ -191,10 +191,9 @@ def _check_shards(config: Config, model: ModelConfig) -> None:
     if shards == 1 or config.engine != "vllm":
         return
     why = ""
-    if model.moe is not None:
-        why = "the experts of a sharded engine are not mirrored"
-    elif model.num_kv_heads % shards or model.num_heads % shards or model.intermediate_size % shards:
-        why = f"{model.num_kv_heads} heads of keys and {model.intermediate_size} inner features are not shared evenly"
+    inner = model.intermediate_size if model.moe is None else model.moe.intermediate_size
+    if model.num_kv_heads % shards or model.num_heads % shards or inner % shards:
+        why = f"{model.num_kv_heads} heads of keys and {inner} inner features are not shared evenly"
     else:
         why = _cut_group(shards, model)
     if why:

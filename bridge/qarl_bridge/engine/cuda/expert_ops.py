@@ -18,7 +18,7 @@ The products are grouped: copies of tokens are sorted by expert (`moe_align_bloc
 multiplies a tile of copies of one expert. Enough experts are asked for in a decoding step to fill the GPU, so inputs
 are not cut into parts.
 
-What is left out: expert and tensor parallelism, biases, activations other than SwiGLU.
+What is left out: expert parallelism, biases, activations other than SwiGLU.
 """
 
 from __future__ import annotations

@@ -67,23 +67,29 @@ def check_format(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_shape(config: Mapping[str, Any]) -> None:
+def _width_of(config: Mapping[str, Any], shards: int) -> float:
+    """Inner features that each shard has of an expert; 0: no experts."""
+    return config.get("moe_intermediate_size", 0) / shards if config.get("num_experts") else 0
+
+
+def check_shape(config: Mapping[str, Any], shards: int = 1) -> None:
     """Refuses, before vLLM starts on a CPU, a width whose experts a reload would tear."""
-    width = config.get("moe_intermediate_size") if config.get("num_experts") else None
-    if width and width % 32:
+    width = _width_of(config, shards)
+    if width % 32:
         raise BridgeError(
-            f"moe_intermediate_size is {width}: vLLM's CPU experts are padded to a multiple of 32, and a padded "
-            "layer cannot be reloaded in place; use a model whose experts are a multiple of 32 wide",
+            f"experts of {width:g} features in each of {shards} shards: vLLM's CPU experts are padded to a multiple of "
+            "32, and a padded layer cannot be reloaded in place; use a model whose experts are a multiple of 32 wide, "
+            "or fewer shards (rollout.engine.tensor_parallel_size)",
             "setup",
         )
 
 
-def in_whole_blocks(hidden: int, width: int) -> bool:
+def in_whole_blocks(hidden: int, width: float) -> bool:
     """Tells whether int4 experts of these widths have batch-invariant products (cuda/expert_ops.py)."""
     return hidden % split_k.STEP == 0 and width % split_k.STEP == 0
 
 
-def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False) -> None:
+def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False, shards: int = 1) -> None:
     """Refuses, before vLLM starts on a GPU, int4 experts whose scales its Marlin kernel would get in a wrong order.
 
     batch_invariant: experts `in_whole_blocks` are the bridge's own, not Marlin's.
@@ -91,7 +97,7 @@ def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False) ->
     vLLM 0.25 orders the group scales of gate and up by the expert's width where the width of their inputs is meant
     (`marlin_moe_permute_scales`, size_k), which matters where one has several groups and the other does not.
     """
-    width = config.get("moe_intermediate_size") if config.get("num_experts") else None
+    width = _width_of(config, shards)
     if not width or (batch_invariant and in_whole_blocks(config["hidden_size"], width)):
         return
     for group in _groups_of_experts(config):
@@ -99,8 +105,8 @@ def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False) ->
         size = weights.get("group_size", 0)
         if (weights["num_bits"], weights["type"]) == (4, "int") and width <= size < config["hidden_size"]:
             raise BridgeError(
-                f"experts of {width} features with int4 groups of {size}: vLLM on CUDA scrambles the scales of such "
-                f"experts; use a group size below {width} (w4a16:g32 or g64), or w8a8 or fp8 for them",
+                f"experts of {width:g} features with int4 groups of {size}: vLLM on CUDA scrambles the scales of such "
+                f"experts; use a group size below {width:g} (w4a16:g32 or g64), or w8a8 or fp8 for them",
                 "setup",
             )
 
