@@ -143,8 +143,10 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
         wider = _wider(given)
-        rest = None if wider is None else smaller(replaced(given, wider), size)
-        return None if rest is None else {**(wider or {}), **rest}
+        if wider is None:
+            return None
+        rest = smaller(replaced(given, wider), size)
+        return None if rest is None else wider | rest
     changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
