@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a policy whose base is frozen: its stacks are cut, made some layers at a time, and joined.
+"""Reads and quantizes a frozen base some layers at a time, so that a device needs no room for whole stacks of masters.
 
-A stack of 64 layers of one 27648 x 5120 weight is 17 GiB in bfloat16, and nvfp4 needs gate and up together. The stack's
-QTensor is 5 GiB. A device that has room for the base must not need room for two masters of such a stack.
+A stack of 64 layers of one 27648 x 5120 weight is 17 GiB in bfloat16, and nvfp4 needs gate and up together; the stack's
+QTensor is 5 GiB. So stacks are cut into pieces of some layers, quantized one by one, and concatenated.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ BYTES_OF_A_KEEPER = 1 << 30  # where none of a stack stays on the device
 
 
 class Keeper(Protocol):
-    """Memory for frozen weights outside of JAX's.
+    """A store outside of JAX for frozen weights, for example memory that the engine shares.
 
     Attributes:
-      paths: leaves, in the whole model, that go there or stand beside those.
+      paths: paths, in the whole model, of the weights that it may take.
     """
 
     paths: frozenset[str]
 
     def put(self, weights: Mapping[str, Any], first: int) -> None:
-        """Takes masters or QTensors, some layers of stacks from layer `first` on, by path."""
+        """Stores masters or QTensors by path: some layers of their stacks, from layer `first` on."""
 
     def finish(self, frozen: nnx.State) -> nnx.State:
-        """Adds entries for what was put to the other frozen ones, once all is read."""
+        """Returns the frozen entries and, once all is read, entries for the stored weights."""
 
     def abstract(self) -> nnx.State:
-        """The shapes of those entries."""
+        """Returns the entries of the stored weights as shapes and dtypes."""
 
 
 def read(
@@ -54,7 +54,7 @@ def read(
     read_leaves: Callable[..., Iterable[tuple[Any, Any]]],
     keeper: Keeper | None = None,
 ) -> tuple[Any, Any]:
-    """`Learner.read`. read_leaves: of a config, a mesh, and whether a path is frozen."""
+    """Reads (masters, frozen entries) for `Learner.read`. read_leaves: (config, mesh=, frozen=) -> (keys, leaf)."""
     learns = trainable.learns
     options: dict[str, Any] = {"mesh": mesh, "frozen": lambda path: not learns(path)}
     if not trainable.freeze:
@@ -124,7 +124,7 @@ def _whole_of(layer: int, config: models.ModelConfig) -> int:
 
 
 def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
-    """The entries of `state` in groups whose QTensors share a number, most of them of one entry."""
+    """Groups the entries of `state` whose QTensors share a scale; most groups have one entry."""
     beside = partners(config, quantizable(models.abstract_model(config)))
     groups: dict[frozenset[str], list[Any]] = {}
     for keys, variable in nnx.to_flat_state(state):
@@ -134,8 +134,8 @@ def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
 
 
 def cut(config: models.ModelConfig, keeper: bool = False) -> models.ModelConfig:
-    """The config without adapters, with its stacks cut where a weight would be larger than `BYTES`, or, for a keeper,
-    `BYTES_OF_A_KEEPER`."""
+    """Returns the config without adapters, its stacks cut so that the masters of a weight in one piece have at most
+    `BYTES`, or, with a keeper, `BYTES_OF_A_KEEPER`."""
     most = BYTES_OF_A_KEEPER if keeper else BYTES
     config = config.base
     params = models.by_path(models.split(models.abstract_model(config))[1])
@@ -148,7 +148,7 @@ def cut(config: models.ModelConfig, keeper: bool = False) -> models.ModelConfig:
 
 
 def joined(state: nnx.State, parts: models.ModelConfig, config: models.ModelConfig) -> nnx.State:
-    """Entries of `parts`, which `cut` made of `config`, as those of `config`; pieces are deleted as they are joined."""
+    """Concatenates pieces of stacks, the entries under `parts` = `cut(config)`, and deletes them."""
     if len(parts.stacks) == len(config.stacks):
         return state
     number_of = [_whole_of(part.start, config) for part in parts.stacks]
