@@ -248,7 +248,7 @@ def _reading(cfg: RunConfig, shared: frozenset[str]) -> int:
     An estimate: eight times the largest piece's masters in bfloat16 (gate and up, in float32 and as integers).
     """
     stacks = [2 * math.prod(leaf.shape) for path, leaf in models.by_path(shapes(cfg).params).items() if path in shared]
-    return 8 * min(max(stacks), pieces.BYTES_OF_A_KEEPER) if stacks else 0
+    return 8 * min(max(stacks), pieces.BYTES) if stacks else 0
 
 
 def _decoded(cfg: RunConfig) -> int:

@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from qarl_jax import models, train
-from qarl_jax.learning import pieces
+from qarl_jax.learning import pieces, trainable
 from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.memory import learner as plan
@@ -137,13 +137,35 @@ def test_a_base_made_some_layers_at_a_time_is_the_one_made_whole(scheme, tmp_pat
     assert has_same_bits(in_pieces, whole)
 
 
+def test_what_is_compiled_ahead_of_reading_is_what_reading_calls(policy, monkeypatch):
+    cfg, learner, (_, frozen) = policy
+    called = []
+
+    def holder(*given):
+        hold = trainable.holder(*given)
+        return lambda state: called.append(_described(state)) or hold(state)
+
+    monkeypatch.setattr(pieces, "holder", holder)
+    monkeypatch.setattr(pieces, "BYTES", 1)
+    assert has_same_bits(learner.read(models.read_masters, cfg.model.path)[1], frozen)
+    masters = learner.trainable.frozen(learner.abstract_params)
+    wanted = [_described(piece) for piece, _ in pieces.groups(learner.config, masters)]
+    found = {str(one) for one in called}
+    assert found == {str(one) for one in wanted}
+    assert len(called) > len(found) == len(wanted)  # one program for all pieces of a stack
+
+
+def _described(state):
+    return {path: (x.shape, str(x.dtype)) for path, x in models.by_path(state).items()}
+
+
 @pytest.mark.slow
 def test_frozen_masters_wait_for_those_that_nvfp4_has_one_number_of(tmp_path):
     cfg = world(tmp_path, quant={"forward": "nvfp4", "engine": "cpu"}).config
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))
     held = models.by_path(build.load_policy(cfg, learner)[1])
     graphdef, params = tiny.load_model(dataclasses.replace(cfg, lora=None), learner.mesh)
-    for group in pieces.together(learner.config, params):  # as their programs are compiled ahead
+    for _, group in pieces.groups(learner.config, params):  # as their programs are compiled ahead
         jax.eval_shape(functools.partial(models.quantize_params, graphdef), group)
     wanted = models.by_path(models.quantize_params(graphdef, params))
     assert len(wanted) == 7
