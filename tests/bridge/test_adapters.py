@@ -152,3 +152,12 @@ def test_adapters_that_fit_no_live_layer_are_refused():
     ):
         with pytest.raises(BridgeError, match=words):
             Adapters(modules, shapes | {name: shape}, product=product, dtype=torch.float64, device="cpu")
+
+
+def test_what_a_layer_should_give_is_picked_where_the_layer_is():
+    """Of a version in host memory: the host's threads would wait for its cores once per layer."""
+    _, held, version = made(dict.fromkeys(SIZES, 4))
+    adapter = held._of[f"{PARENT}.qkv_proj"]
+    adapter.a = adapter.a.to("meta")
+    for end in (".lora_A.weight", ".lora_B.weight"):
+        assert adapter.wanted(version, end, np.arange(8)).device.type == "meta"
