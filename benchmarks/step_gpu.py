@@ -228,6 +228,9 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "tokens_per_s": mean("time/tok_per_s"),
         "rollout_tokens_per_s": mean("time/rollout_tok_per_s"),
         "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in named},
+        "publish": {
+            key.removeprefix("time/publish/"): mean(key) for key in steps[0] if key.startswith("time/publish/")
+        },
         "tail": {
             name: mean(f"time/{name}_s") for name in ("rollout/tail", "rollout/idle", "update/hidden", "beside/update")
         },

@@ -99,22 +99,23 @@ class Adapter:
             self.b.zero_()
 
     def wanted(self, published: Mapping[str, torch.Tensor], end: str, inputs: np.ndarray) -> torch.Tensor:
-        """The outputs [R, ranks or N] of one-hot rows at `inputs` [R], from published tensors, where these are.
+        """The outputs [R, ranks or N] of one-hot rows at `inputs` [R], in order, from published tensors, where the
+        layer is: of a version in host memory the host picks nothing.
 
         Args:
           end: `adapters.A` or `adapters.B`.
         """
-        outputs = (self.a if end == adapters.A else self.b).shape[0]
-        where = published[self.slices[0].module + end].device
-        out = torch.zeros((len(inputs), outputs), dtype=torch.bfloat16, device=where)
+        where = self.a.device
+        out = torch.zeros(
+            (len(inputs), len(self.a if end == adapters.A else self.b)), dtype=torch.bfloat16, device=where
+        )
         for one in self.slices:
-            at, columns, to, held = np.arange(len(inputs)), inputs, one.ranks, published[one.module + end]
+            at, columns, to, held = slice(None), inputs, one.ranks, published[one.module + end]
             if end == adapters.B:
                 held = one.b(published)
-                at = np.flatnonzero((one.ranks.start <= inputs) & (inputs < one.ranks.stop))
+                at = slice(*np.searchsorted(inputs, (one.ranks.start, one.ranks.stop)).tolist())
                 columns, to = inputs[at] - one.ranks.start, one.rows
-            index = torch.from_numpy(columns).to(where)
-            out[torch.from_numpy(at).to(where), to] = held.index_select(1, index).t()
+            out[at, to] = held.to(where).index_select(1, torch.from_numpy(columns).to(where)).t()
         return out
 
     def differing(
@@ -131,8 +132,7 @@ class Adapter:
         wrong, pushed = torch.zeros((), dtype=torch.bool, device=self.a.device), 0
         for end, held in ((adapters.A, self.a), (adapters.B, self.b)):
             for inputs, one_hot in picked(held.shape[1]):
-                want = self.wanted(published, end, inputs).to(held.device)
-                wrong |= (self._product(one_hot, held) != want).any()
+                wrong |= (self._product(one_hot, held) != self.wanted(published, end, inputs)).any()
                 pushed += len(inputs)
         return wrong, pushed
 

@@ -87,22 +87,23 @@ def _assemble(source: _Source, like: Any, published: Mapping[str, Any], where: A
     names = source.names
     if source.parameter.endswith("weight_shape"):  # each shard's own: vLLM keeps the last
         names = names[-1:]
-    parts = [published[name] for name in names]
-    whole = torch.cat(parts, dim=1 if source.is_stacked else 0) if len(parts) > 1 else parts[0]
-    if source.is_stacked and whole.ndim == 3 and getattr(like, "is_transposed", False):
-        whole = whole.transpose(1, 2)  # as the int4 experts of some kernels are held before packing
-    shape = tuple(like.shape)
-    wanted = (shape, like.stride(), like.dtype, torch.device(where).type)
-    if len(parts) > 1 and (tuple(whole.shape), whole.stride(), whole.dtype, whole.device.type) == wanted:
-        return whole
+    parts, dim = [published[name] for name in names], int(source.is_stacked)
+    if source.is_stacked and parts[0].ndim == 3 and getattr(like, "is_transposed", False):
+        parts, dim = [part.transpose(1, 2) for part in parts], 2  # as some kernels' int4 experts are before packing
+    shape, found = tuple(like.shape), list(parts[0].shape)
+    if len(parts) > 1:
+        found[dim] = sum(part.shape[dim] for part in parts)
     out = torch.empty_strided(shape, like.stride(), dtype=like.dtype, device=where)
-    if tuple(whole.shape) == shape:
-        out.copy_(whole)
-    elif whole.ndim == len(shape) and whole.shape[1:] == shape[1:] and len(whole) < shape[0]:
-        out.zero_()  # a vocabulary is padded
-        out[: len(whole)].copy_(whole)
-    else:
-        raise Unsupported(f"{source.names[0]}: {tuple(whole.shape)} does not make {source.parameter} {shape}")
+    into = out
+    if tuple(found) != shape:
+        if len(found) != len(shape) or tuple(found[1:]) != shape[1:] or found[0] > shape[0]:
+            raise Unsupported(f"{source.names[0]}: {tuple(found)} does not make {source.parameter} {shape}")
+        into = out.zero_()[: found[0]]  # a vocabulary is padded
+    places = into.split([part.shape[dim] for part in parts], dim) if len(parts) > 1 else [into]
+    for place, part in zip(places, parts, strict=True):  # not joined first: what lies on the host is copied once
+        if place.shape != part.shape:
+            raise Unsupported(f"{source.names[0]} and {tuple(part.shape)} do not make {source.parameter} {shape}")
+        place.copy_(part)
     return out
 
 

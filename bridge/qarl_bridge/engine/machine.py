@@ -90,6 +90,7 @@ class Cuda:
 
     def __init__(self, torch: Any, options: messages.EngineOptions):
         del options
+        torch.set_num_threads(1)  # the host copies little, and one thread per core of a shared host waits for cores
         major, minor = torch.cuda.get_device_capability()
         self.isa = f"sm{major}{minor}"
 

@@ -129,6 +129,14 @@ def _has_nonfinite(array: np.ndarray) -> bool:
     return False
 
 
+def _range(array: np.ndarray) -> tuple[float, float]:
+    """(least, most) of finite values, exact: float32 holds every 8 and 16-bit float, which numpy compares slowly."""
+    flat = array.reshape(-1)
+    cuts = (flat[start : start + _AT_ONCE].astype(np.float32, copy=False) for start in range(0, flat.size, _AT_ONCE))
+    ends = [(float(cut.min()), float(cut.max())) for cut in cuts]
+    return min(low for low, _ in ends), max(high for _, high in ends)
+
+
 def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarray:
     """Refuse bytes that differ from the manifest, non-finite values, and scales that are negative or all zero.
 
@@ -143,7 +151,7 @@ def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarra
     if has_nonfinite(array):
         raise not_finite(entry)
     if is_scale(entry) and array.size:
-        check_scale_range(entry, float(array.min()), float(array.max()))
+        check_scale_range(entry, *_range(array))
     return sums
 
 
@@ -158,8 +166,8 @@ def validate_changes(entry: messages.TensorEntry, array: np.ndarray, number: int
     if has_nonfinite(flat[spots]):
         raise not_finite(entry)
     if is_scale(entry):
-        most = float(flat[spots].max())
-        check_scale_range(entry, float(flat[spots].min()), most if most > 0 else float(flat.max()))
+        least, most = _range(flat[spots])
+        check_scale_range(entry, least, most if most > 0 else _range(flat)[1])
 
 
 def is_scale(entry: messages.TensorEntry) -> bool:
