@@ -492,7 +492,7 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
 
 
 def ask(lines: Iterable[Check]) -> None:
-    """Logs a warning for each check that warns. A run passes it `before_a_run` before anything is started or compiled.
+    """Logs the checks that warn, and stops at one that fails. A run passes `before_a_run` before anything is started.
 
     Raises:
       UserError: a check failed.

@@ -7,8 +7,7 @@ tokens. It makes the starting policy of an RL run: from a model folder (`model.p
 (`model.init`, a Hugging Face config) with a character tokenizer (`tokenizer.alphabet`) where nothing can be downloaded.
 
 The result is a Hugging Face folder (config.json, bfloat16 safetensors, tokenizer), or with `lora` a PEFT folder. If
-`out` already holds the result of the same resolved config, nothing is done: `make quickstart` can be run again at no
-cost.
+`out` holds the result of an equal resolved config already, nothing is done: `make quickstart` can be repeated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a cell of PLAN.md: trains what the arm needs, deploys it at a grid, and measures it. The same command redoes it.
+"""One cell of PLAN.md: trains what the arm needs, deploys it at a grid, and measures it. The same command redoes it.
 
     python -m experiments.when_to_quantize.cell WORK ARM GRID SEED [--config FILE] [--gptq-python PYTHON] [override ...]
 

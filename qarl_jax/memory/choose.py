@@ -63,9 +63,8 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     """Replaces every "auto" of a run's memory settings; returns the run and the plan that it fits.
 
     `model.remat`, `optimizer.offload`, a critic's, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without
-    a device's size (on a CPU) nothing is planned: remat is full, nothing is offloaded, and gradients are float32.
-
-    A mesh axis of -1 becomes the number of devices here.
+    a device's size (on a CPU) nothing is planned: remat is full, nothing is offloaded, and gradients are float32. With
+    a size, a mesh axis of -1 becomes the number of devices here.
 
     Args:
       size: bytes of a device (`plan.capacity`).
@@ -213,7 +212,7 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Knobs:
-    """The learner's and the engine's knobs. The engine's are made per layout of the mesh, which sizes depend on."""
+    """The knobs (groups of alternative settings) of learner and engine, for one layout of the mesh."""
 
     learner: list[Knob]
     engine: list[Knob]

@@ -73,7 +73,7 @@ def walls() -> tuple[bool, str]:
 
 @functools.cache
 def announce(say: Callable[[str], None]) -> None:
-    """Calls `say`, once each, with the protections in force, if bubblewrap does not work."""
+    """Calls each `say` once with the protections in force, if bubblewrap does not work."""
     whole, found = walls()
     if not whole:
         say(f"what the policy writes is run or evaluated behind {found}. SECURITY.md says what that leaves open.")

@@ -145,7 +145,7 @@ def lay_arm(cls: type, layer: Layer, tables: Sequence[str], arm: str) -> None:
 
 
 def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = ()) -> Layer:
-    """Reads a YAML mapping with its line numbers; a file that a top-level `base:` names is laid under it."""
+    """Reads a YAML mapping with its line numbers, over the file that its top-level `base:` names, if there is one."""
     name = os.fspath(file)
     real = os.path.realpath(name)
     if real in _seen:
@@ -240,7 +240,7 @@ def _convert(node: yaml.Node, path: Path, layer: Layer, name: str, open_nodes: t
 
 
 def merge(cls: type, below: Layer, above: Layer) -> None:
-    """Lays `above` over `below`, in place. Mappings merge, the rest is replaced; another `name` starts anew."""
+    """Merges `above` into `below`: mappings merge, other values are replaced, and a new `name` empties its section."""
 
     def lay(low: dict[str, Any], high: dict[str, Any], path: Path) -> None:
         if "name" in high and high["name"] != low.get("name") and holds_variants(cls, path):
@@ -256,7 +256,7 @@ def merge(cls: type, below: Layer, above: Layer) -> None:
 
 
 def apply_overrides(cls: type, layer: Layer, overrides: Sequence[str]) -> Layer:
-    """Applies "a.b=c" overrides, in place and in order, but a variant's name before all else set in its section."""
+    """Applies "a.b=c" overrides in order, in place; a section's `name` is applied before its other fields."""
     ordered: list[tuple[Path, _Text, str]] = []
     for item in map(_parse_override, overrides):
         own, section = item[0], item[0][:-1]

@@ -119,8 +119,8 @@ def takes_samplers(cfg: RunConfig, facts: Facts | None = None, version: int | No
 
 
 def judge(pair: Pair) -> Alignment:
-    """Judges a pair; the first reason found counts. The order is: lacks of the engine, norm noise, different schemes,
-    lacks of the learner."""
+    """Judges a pair; the first reason found counts. The order is: what the engine lacks, norm noise, different schemes,
+    what the learner lacks."""
     same = pair.learner == pair.sampler
     sampler = quant.parse_scheme(pair.sampler)
     known = CLOSE if same else None if sampler is None else sampler.baseline_k3

@@ -78,7 +78,7 @@ def observe(weights: PolicyWeights, config: Config, options: ladder.Options) -> 
 
 
 def same_bits(a: Observed, b: Observed) -> Iterator[ladder.Rung]:
-    """Compares what two engines computed, bit by bit; yields one rung per kind of number."""
+    """Compares what two engines computed, bit by bit; yields a `ladder.Rung` per kind of number."""
     pairs = list(zip(a.modules, b.modules, strict=True))
     different = [x.module for x, y in pairs if x != y]
     detail = (
