@@ -304,16 +304,16 @@ class Learner:
             with jax.set_mesh(self.mesh), progress.task(f"compiling {name}"):
                 return program.lower(*arguments).compile()
 
-        sources = [(models.quantizer(self.graphdef), state.params)]
+        sources = [(models.quantizer(self.graphdef), state.params, state.params)]
         kept = nnx.State({}) if self.keeper is None else self.keeper.abstract()
         if self.trainable.freeze:  # as a policy is read (`build.load_policy`)
             frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
             own = part_of(frozen, lambda path: path not in models.by_path(kept))
             hold = holder(self.trainable, self.graphdef)
-            sources += [(hold, group) for group in pieces.together(self.config, own)]
-        programs = [compiled("quantization", *source) for source in sources]
+            sources += [(hold, *group) for group in pieces.groups(self.config, own)]
+        programs = [compiled("quantization", program, piece) for program, piece, _ in sources]
         with jax.set_mesh(self.mesh):
-            made = [jax.eval_shape(*source) for source in sources]
+            made = [jax.eval_shape(program, whole) for program, _, whole in sources]
         read = [jax.tree.map(_at, x, done.output_shardings) for x, done in zip(made, programs, strict=True)]
         qweights = united(*read, kept) if self.trainable.freeze else read[0]
         rest = qweights, batch, row if scored else None, *counts, ref

@@ -177,25 +177,34 @@ def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
 def random_leaves(
     config: ModelConfig, mesh: Mesh, *, seed: int = 0, frozen: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[Any, nnx.Param]]:
-    """Yields the entries of `random_masters` as they are drawn. frozen: see `read_masters`."""
-    abstract = split(abstract_model(config.base))[1]
+    """Yields the entries of `random_masters` as they are drawn: the same numbers wherever stacks are cut (`splits`).
+
+    frozen: see `read_masters`.
+    """
+    config = config.base
+    uncut = dataclasses.replace(config, splits=())
+    abstract = split(abstract_model(config))[1]
     places = by_path(param_shardings(abstract, mesh))
-    for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
+    numbers = {keys: number for number, (keys, _) in enumerate(nnx.to_flat_state(split(abstract_model(uncut))[1]))}
+    for keys, variable in nnx.to_flat_state(abstract):
         path, like = ".".join(map(str, keys)), variable.get_value()
+        own, first = place_in(uncut, keys, config)
         place = places[path]
         if frozen(path):
             like = jax.ShapeDtypeStruct(like.shape, dtype_in(like, config.compute_dtype))
         deviation = config.initializer_range if keys[-1] == "kernel" else None
         value = 1.0 if keys[-1] == "weight" else 0.0
         draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = jax.random.fold_in(jax.random.key(seed), numbers[own])
+        if own[0] == "stacks":
+            key = jax.random.split(key, uncut.stacks[own[1]].length)[first : first + like.shape[0]]
         with launching(mesh):
             value_of = draw(key, like=like, place=place, deviation=deviation, value=value)
         yield keys, variable.replace(value_of)
 
 
 def _drawn(key: jax.Array, *, like: Any, place: NamedSharding, deviation: float | None, value: float) -> jax.Array:
-    """An array of normal numbers, or of one `value`; what is stacked is drawn layer by layer."""
+    """An array of normal numbers, or of one `value`. key: one per layer where layers are stacked."""
     if deviation is None:
         return jnp.full(like.shape, value, like.dtype)
     scale = deviation
@@ -204,10 +213,9 @@ def _drawn(key: jax.Array, *, like: Any, place: NamedSharding, deviation: float 
         drawn = (jax.random.normal(key, shape, jnp.float32) * jnp.float32(scale)).astype(like.dtype)
         return jax.lax.with_sharding_constraint(drawn, NamedSharding(place.mesh, spec))
 
-    if like.ndim < 3:
+    if key.ndim == 0:
         return normal(key, like.shape, place.spec)
-    keys = jax.random.split(key, like.shape[0])
-    return jax.lax.map(lambda one: normal(one, like.shape[1:], PartitionSpec(*place.spec[1:])), keys)
+    return jax.lax.map(lambda one: normal(one, like.shape[1:], PartitionSpec(*place.spec[1:])), key)
 
 
 def finish(graphdef: nnx.GraphDef, params: nnx.State) -> Transformer:
@@ -291,6 +299,16 @@ def quantizer(graphdef: nnx.GraphDef) -> Any:
 def path_keys(path: str) -> tuple[str | int, ...]:
     """ "stacks.0.attn.q.kernel" -> ("stacks", 0, "attn", "q", "kernel")."""
     return tuple(int(key) if key.isdigit() else key for key in path.split("."))
+
+
+def place_in(whole: ModelConfig, keys: tuple[Any, ...], parts: ModelConfig) -> tuple[tuple[Any, ...], int]:
+    """The keys in `whole` of an entry of `parts`, the same model with more `splits`, and the stack's layer where it
+    begins."""
+    if keys[0] != "stacks":
+        return keys, 0
+    start = parts.stacks[keys[1]].start
+    number = next(n for n, stack in enumerate(whole.stacks) if stack.start <= start < stack.start + stack.length)
+    return ("stacks", number, *keys[2:]), start - whole.stacks[number].start
 
 
 def path_of(keys: tuple[Any, ...], variable: Any) -> str:
