@@ -334,7 +334,7 @@ class Updates:
         batch.old = [self._learner.score(state.params, qweights, micro)[0] for micro in batch.micros]
 
     def judge(self, batches: list[MiniBatch]) -> dict[str, float]:
-        """Writes the critic's advantages and targets per token into `batches`. Returns its metrics, if there is one."""
+        """Writes the critic's advantages and targets per token into `batches`. Returns metrics; without critic, {}."""
         if self._critic is None:
             return {}
         with self._timer("values"):

@@ -352,8 +352,11 @@ class Fleet:
                     flight.is_over = True
 
     def _pieces(self, draws: Sequence[messages.Draw], routed_bytes: int) -> Iterator[list[int]]:
-        """Numbers of draws that are asked for together: four pieces per engine, or a quarter of what one decodes at a
-        time; the samples of a prompt together, which share its prefix. A single engine is asked for all at once."""
+        """Yields the numbers of draws that are asked for together. A single engine is asked for all at once.
+
+        Of several, each gets four pieces, or pieces of a quarter of what it decodes at a time. Samples of a prompt stay
+        together, because they share its prefix.
+        """
         most = len(draws)
         if self._config.is_fleet:
             most = max(1, min(-(-most // (4 * len(self.replicas))), self._config.max_num_seqs // 4))
@@ -508,8 +511,10 @@ class Fleet:
 
 
 def _is_fault(error: BridgeError, replica: Replica) -> bool:
-    """Tells whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one,
-    which is what a death in the middle of one looks like."""
+    """Tells whether a bridge is to be replaced: it is gone or silent, or refuses a handshake after an earlier one.
+
+    A bridge that dies during a handshake looks as if it refused.
+    """
     return error.code in ("dead", "timeout") or (error.code == "auth" and replica.has_held_lease)
 
 

@@ -127,8 +127,10 @@ def shapes_apart(weights: PolicyWeights) -> dict[str, tuple[np.dtype, tuple[int,
 
 
 def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[int, ...], str]]:
-    """(name, dtype, shape, array it is) of each tensor of a weight, cut out of a stack with `lead` dims; one that says
-    the weight's own shape comes last, and is no array."""
+    """Yields (name, dtype, shape, array) of each tensor of a weight, cut out of a stack with `lead` dims.
+
+    The tensor with the weight's own shape comes last; it is no array, and `array` is empty.
+    """
     if not isinstance(tensor, QTensor):
         yield name, dtype_in(tensor, jnp.bfloat16), tuple(tensor.shape[lead:]), "master"
         return
@@ -212,9 +214,7 @@ def visible_gpus() -> list[str]:
 
 
 def own_gpus(count: int, shards: int = 1) -> str:
-    """Assigns this process's GPUs to `count` engines of `shards` shards, as `rollout.engine.visible_gpus`. Empty: it
-    has none.
-    """
+    """Assigns this process's GPUs to `count` engines of `shards` shards, as `visible_gpus`; empty if it has none."""
     numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     seen = visible_gpus()
     names = [seen[number] if seen else str(number) for number in numbers]
