@@ -172,7 +172,10 @@ def repeated_share(tokens: Sequence[int]) -> float:
 
 
 def zlib_ratio(text: str) -> float:
-    """Returns compressed over plain bytes of a text: 0.4 for prose, below 0.1 for a loop, 1 or more for noise."""
+    """Returns compressed over plain bytes of a text; 0 for an empty text.
+
+    The ratio is about 0.4 for prose, below 0.1 for a loop. It is 1 or more for noise or a few characters.
+    """
     plain = text.encode("utf-8", "surrogatepass")
     return len(zlib.compress(plain, 6)) / len(plain) if plain else 0.0
 

@@ -33,7 +33,7 @@ class Config:
     Attributes:
       max_staleness: k: step s trains on tokens of versions s - k and newer; 0: off, the sampler waits for the learner.
       chunk: tokens after which sequences are interrupted for a new version; 0: a version comes in between batches.
-      lockstep: new versions come in after counted batches (on) or as soon as ready (off); auto: on if embedded.
+      lockstep: a version comes in after counted batches (on) or when ready (off); auto: on with the embedded sampler.
     """
 
     max_staleness: int = 0

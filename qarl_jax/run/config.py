@@ -527,7 +527,7 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
     Args:
       file: YAML file, or a shipped one's name (`shipped.py`); None: defaults and overrides alone.
-      overrides: "section.field=value" strings; "arm=NAME" selects a run from the file's tables.
+      overrides: "section.field=value" strings; "arm=NAME" selects a run from the file's tables (in run_dir/NAME).
 
     Raises:
       UserError: a mistake in the configuration; the message names its place and what would be right.
