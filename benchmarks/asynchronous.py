@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous training beside the run that waits, timed on CPUs: a learner on one core, its two engines on another.
+"""Times asynchronous against synchronous training on CPUs: a learner on one core, its two engines on another.
 
     python -m benchmarks.asynchronous --out FILE --lanes 12           # 36 runs, twelve at a time on 24 cores
     python -m benchmarks.asynchronous --out FILE --lanes 1 --seeds 0 --losses tbpo --learners aligned --staleness 0 1
@@ -17,8 +17,8 @@ bfloat16 weights (`bf16`). Its engines are two bridges around the embedded sampl
     learning_s       the rest of the step
     over_the_longer  step_s over the longer of rollout_s and learning_s: 1 is a perfect overlap
 
-with the reward of every step, held-out rewards, the mismatch (k3) and how old tokens were. What FILE holds already is
-not run again, so that an interrupted command is given once more. `--budget-s` ends it in time: what runs is dropped.
+with the reward of every step, held-out rewards, the mismatch (k3) and how old tokens were. Runs that FILE has
+are skipped, so an interrupted command can be repeated. `--budget-s` limits its seconds: unfinished runs are dropped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Run:
         return f"{self.loss}_{self.learner}_k{self.staleness}_seed{self.seed}"
 
     def overrides(self, folder: str, rest: Sequence[str]) -> list[str]:
-        """On the experiment's config."""
+        """Returns the run's overrides of the experiment's config, for a run in `folder`."""
         endpoints = ", ".join(address(folder, number) for number in range(ENGINES))
         engine = f"name: vllm, endpoints: [{endpoints}], key_file: {folder}/key, max_model_len: 64"
         return [
@@ -100,13 +100,13 @@ class Run:
 
 
 def address(folder: str, number: int) -> str:
-    """Of an engine."""
+    """Returns the socket path of engine `number`."""
     return f"{folder}/s{number}"
 
 
 @contextlib.contextmanager
 def processes() -> Iterator[list[subprocess.Popen]]:
-    """Those that are put into the list end with the block."""
+    """A context with a list; every process that is appended to the list is killed when the context ends."""
     started: list[subprocess.Popen] = []
     try:
         yield started
@@ -117,7 +117,7 @@ def processes() -> Iterator[list[subprocess.Popen]]:
 
 
 def start(command: Sequence[str], core: int | None, log: pathlib.Path) -> subprocess.Popen:
-    """A process of this interpreter on one core; None: on any."""
+    """Starts a Python process (`-m` and `command`) on one CPU core; None: on any core. Output goes to `log`."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pin = ["taskset", "-c", str(core)] if core is not None else []
     with open(log, "ab") as out:
@@ -127,7 +127,7 @@ def start(command: Sequence[str], core: int | None, log: pathlib.Path) -> subpro
 
 
 def measure(run: Run, cores: Sequence[int], cache: str, rest: Sequence[str], deadline: float) -> dict[str, Any]:
-    """The line of a run.
+    """Makes one run and returns its record, a line of the output file.
 
     Args:
       cores: of the learner, and of the engines, which share the last; none: nothing is pinned.
@@ -161,7 +161,7 @@ def measure(run: Run, cores: Sequence[int], cache: str, rest: Sequence[str], dea
 
 
 def summary(folder: pathlib.Path) -> dict[str, Any]:
-    """What the records of a run say; see the module docstring."""
+    """Computes the record's fields (see the module docstring) from a run's metrics.jsonl and eval.jsonl."""
     records = read_lines(folder / "metrics.jsonl")
     held_out = read_lines(folder / "eval.jsonl")
     timed = records[WARM_UP:]
@@ -192,7 +192,8 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for every loss, learner and staleness, over its seeds: mean, and half the 95 % interval of Student's t."""
+    """Formats a row for every loss, learner and staleness: mean over seeds, and half the 95 % interval (Student's
+    t)."""
     from scipy import stats
 
     def of(values: Sequence[float], digits: int = 3) -> str:

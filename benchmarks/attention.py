@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention alone: every implementation, plain and packed rows, forward and forward + backward.
+"""Times attention alone: every implementation, plain and packed rows, forward and forward + backward.
 
     python -m benchmarks.attention --rows 4 --seq 4096 --heads 32 --kv 8 [--segments 1 8] [--implementations cudnn xla]
 
@@ -24,7 +24,7 @@ from qarl_jax.models.attention import attention
 
 
 def measure(args: argparse.Namespace, implementation: str, segments: int) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s of one implementation at one number of segments per row."""
+    """Measures milliseconds and TFLOP/s of one implementation at one number of segments per row."""
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.standard_normal((args.rows, args.seq, n, args.head_dim), np.float32), jnp.bfloat16)

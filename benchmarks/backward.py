@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The low-bit backward (`quant.backward`): its products beside cuBLAS' bfloat16, and its gradients on real weights.
+"""Measures the low-bit backward (`quant.backward`): its products against cuBLAS' bfloat16, and its gradients.
 
     python -m benchmarks.backward products --model 8b --tokens 16384 --out FILE
     python -m benchmarks.backward gradients --model models/qwen25-coder-0.5b --tokens 512 --out FILE
@@ -43,7 +43,7 @@ TEXT = pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md"
 
 
 def both_of(scheme: str, form: str, x: Any, w: Any, dy: Any) -> Any:
-    """A call of dX and dW of a layer, from what a forward leaves."""
+    """Returns a jitted call that computes dX and dW of one linear layer from the residuals of its forward pass."""
     config = quant.parse_scheme(scheme)
     qt = None if config is None else quant.quantize(w, config)
     low = None if form == "bf16" else Backward(form, jnp.uint32(1))
@@ -57,7 +57,7 @@ def both_of(scheme: str, form: str, x: Any, w: Any, dy: Any) -> Any:
 
 
 def products_of(form: str, m: int, n: int, k: int) -> Any:
-    """A call of the two products of random codes, without the rounding that makes them."""
+    """Returns a jitted call of dX's and dW's matrix products on random codes, without quantization."""
     rng, dtype = np.random.default_rng(0), GRIDS[form].dtype
     draw = lambda *shape: jnp.asarray(rng.integers(-100, 100, shape, np.int8), dtype)  # noqa: E731
     one = lambda size: jnp.ones((size,), jnp.float32)  # noqa: E731
@@ -74,7 +74,7 @@ def products_of(form: str, m: int, n: int, k: int) -> Any:
 
 
 def products(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every layer and kind."""
+    """Times the backward of every layer; returns a row for every layer and kind."""
     out = []
     for layer, (n, k) in gemm.products(args.model).items():
         rng = np.random.default_rng(0)
@@ -99,7 +99,7 @@ def products(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def text_batch(folder: str, tokens: int, rows: int) -> TrainBatch:
-    """Rows of this repository's own pages, each one response behind a prompt of 16 tokens."""
+    """Makes a batch of rows from this repository's pages; each row is one response behind a prompt of 16 tokens."""
     ids = load_tokenizer(folder).encode(TEXT.read_text())
     if len(ids) < rows * tokens:
         raise SystemExit(f"{TEXT} has {len(ids)} tokens: ask for fewer than {rows} x {tokens}")
@@ -120,14 +120,14 @@ def text_batch(folder: str, tokens: int, rows: int) -> TrainBatch:
 
 
 def compared(a: Any, b: Any) -> dict[str, float]:
-    """Cosine of two arrays, and the norm of the first against the second's."""
+    """Returns the cosine of two arrays, and the norm of the first divided by the second's."""
     a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
     norms = float(np.linalg.norm(a)), float(np.linalg.norm(b))
     return {"cosine": float(a @ b) / (norms[0] * norms[1]), "norm": norms[0] / norms[1]}
 
 
 def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every format, scheme, linear map and layer."""
+    """Compares low-bit gradients with bf16's; returns a row for every format, scheme, linear map and layer."""
     out = []
     for scheme in args.schemes:
         config = models.read_config(
@@ -148,7 +148,7 @@ def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def gradient(config: Any, params: Any, form: Any, updates: int, batch: TrainBatch) -> dict[str, np.ndarray]:
-    """A policy gradient of all linear maps by path, bfloat16, on the host: GRPO at the present policy."""
+    """Computes a GRPO gradient of all linear maps, by path, bfloat16 on the host; old log-probs are the policy's."""
     graphdef = models.split(models.abstract_model(config))[0]
     learner = Learner(
         graphdef,
@@ -166,7 +166,7 @@ def gradient(config: Any, params: Any, form: Any, updates: int, batch: TrainBatc
 
 
 def rows_of(scheme: str, name: str, other: str, found: Any, wanted: Any) -> list[dict[str, Any]]:
-    """`compared` by linear map and layer, and of all linear maps together."""
+    """Returns `compared` of two gradients by linear map and layer, and of all linear maps together."""
     base = {"scheme": scheme, "backward": name, "against": other}
     rows = [
         base | {"path": path, "layer": layer} | compared(found[path][layer], wanted[path][layer])

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The price of batch-invariance in the engine: tokens per second with the bridge's kernels, and of vLLM as it comes.
+"""Measures the cost of batch-invariance in the engine: tokens per second with the bridge's kernels and with vLLM's.
 
     python -m benchmarks.engine_price --shapes 4b --schemes w8a8 fp8 w4a16 bf16 --sequences 64 128 256 --out FILE
 
@@ -41,7 +41,7 @@ PROMPT_LEN = 64
 
 
 def policy(name: str, layers: int, scheme: str, shards: int) -> PolicyWeights:
-    """Random weights of a model's shapes under `scheme`, on the devices, for an engine of so many shards."""
+    """Makes random weights of a model's shapes under `scheme`, on the devices, for an engine of so many shards."""
     mesh = make_mesh(fsdp=-1)
     config = shapes.model_config(shapes.Setting(model=name, layers=layers, scheme=scheme, engine="auto"))
     config = dataclasses.replace(config, numerics=dataclasses.replace(config.numerics, shards=shards))
@@ -52,7 +52,7 @@ def policy(name: str, layers: int, scheme: str, shards: int) -> PolicyWeights:
 
 
 def engine_config(arithmetic: str, config: models.ModelConfig, args: argparse.Namespace) -> Config:
-    """An engine that holds all sequences at once."""
+    """Returns the settings of an engine whose KV cache holds all sequences at once."""
     longest = PROMPT_LEN + args.response_len
     pages = -(-longest // 128)  # of at most 128 tokens
     heads = config.num_kv_heads // args.tensor_parallel
@@ -75,7 +75,7 @@ def engine_config(arithmetic: str, config: models.ModelConfig, args: argparse.Na
 def engines_of(
     weights: PolicyWeights, names: Sequence[str], args: argparse.Namespace
 ) -> Iterator[dict[str, VllmEngine]]:
-    """Live engines that hold the weights, started side by side."""
+    """A context of live engines that hold the weights, started side by side."""
     config = models.config_of(weights.graphdef)
     engines = {name: VllmEngine(engine_config(name, config, args), run_id=f"price-{name}") for name in names}
     try:
@@ -88,7 +88,7 @@ def engines_of(
 
 
 def tokens_per_s(engine: VllmEngine, vocab: int, sequences: int, response_len: int, seed: int) -> float:
-    """Of one batch of random prompts, from the call to the last response."""
+    """Measures response tokens per second of one batch of random prompts, from call to last response."""
     prompts = ladder.random_prompts(vocab, sequences, PROMPT_LEN, seed)
     start = time.perf_counter()
     groups = engine.generate(
@@ -98,7 +98,7 @@ def tokens_per_s(engine: VllmEngine, vocab: int, sequences: int, response_len: i
 
 
 def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for each number of sequences."""
+    """Measures both engines under a scheme; yields a record for each number of sequences."""
     weights = policy(args.shapes, args.layers, scheme, args.tensor_parallel)
     vocab = models.config_of(weights.graphdef).vocab_size
     best: dict[int, dict[str, float]] = {n: dict.fromkeys(args.arithmetics, 0.0) for n in args.sequences}

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of `qarl_jax.advise`: fits them to the recorded whole steps, and shows each step beside its forecast.
+"""Fits the rates of `qarl_jax.advise` to the recorded whole steps, and shows each step beside its forecast.
 
     python -m benchmarks.forecast       # prints RATES and ERRORS, and writes the tables of docs/operations/advise.md
 
@@ -76,7 +76,7 @@ UNUSED = ("rollout.engine.execution", "data.source", "reward")  # gone, or of th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A recorded step, or a part of one.
+    """A recorded measurement of a whole step, or of a part of one.
 
     Attributes:
       where: file and place in it. case: schemes. shapes, layers, gpus, machine: what ran, on what.
@@ -84,7 +84,7 @@ class Row:
       seconds: measured, by phase of `counts.of_step`.
       step: seconds of the whole step; 0: the record is of a part.
       peak_gib: the most that JAX held on a device; None: not recorded.
-      mended: why the row is of other code than today's; "": it is not.
+      mended: why the row is not of today's code; "": it is.
       mean_len: mean tokens of a response; 0: all have the most.
     """
 
@@ -104,23 +104,23 @@ class Row:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the rates are fitted to it: it is of today's code, and of a host that ran nothing else of note."""
+        """Tells whether the rates are fitted to the row: it is of today's code, on a host without other load."""
         return not self.mended and not self.mean_len
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """The rows that are left out together."""
+        """The row's group (model, machine, GPUs), which is left out of a fit as a whole."""
         return self.shapes, self.machine.name, self.gpus
 
     @functools.cached_property
     def terms(self) -> dict[str, counts.Terms]:
-        """The counts of the phases that were measured."""
+        """The counts (`advise.counts`) of the phases that were measured."""
         counted = counts.of_step(self.cfg, self.machine, self.mean_len)
         return {name: terms for name, terms in counted.items() if name in self.seconds}
 
 
 def record(name: str) -> Any:
-    """A record of benchmarks/results, or of its archive."""
+    """Loads a JSON record of benchmarks/results, or of its archive."""
     if (RESULTS / name).exists():
         return json.loads((RESULTS / name).read_text())
     with tarfile.open(RESULTS / "archive.tar.xz") as archive:
@@ -138,7 +138,7 @@ def machine_of(device: str) -> Machine:
 
 
 class Folders:
-    """Model folders of benchmark shapes, config.json alone."""
+    """Makes model folders of benchmark shapes, with config.json alone."""
 
     def __init__(self, root: str) -> None:
         self.root = pathlib.Path(root)
@@ -153,7 +153,7 @@ class Folders:
 def settled(
     words: Sequence[str], folder: str, machine: Machine, kv_cache_gb: float = 0.0, *, summed: bool = False
 ) -> tuple[RunConfig, float]:
-    """A recorded run as it was laid out, and GiB that JAX would hold on a device."""
+    """Returns a recorded run's config with its memory settings chosen, and the GiB that JAX would hold on a device."""
     words = [TODAY.get(word, word) for word in words]
     kept = [word for word in words if word.split("=", 1)[0] not in (*UNUSED, "model.path")]
     older = ["train.proximal=learner"]  # a record of before this setting; another has it among its own
@@ -168,7 +168,7 @@ def settled(
 
 
 def overrides_of(row: dict[str, Any]) -> list[str]:
-    """The settings of a recorded step; older records have the command alone."""
+    """Returns the overrides of a recorded step; older records have the command line alone."""
     if "overrides" in row:
         return row["overrides"]
     words = ["--shapes", row["shapes"], "--folder", "-", "--case", row["case"], "--batch", str(row["batch"])]
@@ -177,7 +177,7 @@ def overrides_of(row: dict[str, Any]) -> list[str]:
 
 
 def steps(folders: Folders) -> Iterator[Row]:
-    """Every recorded whole step."""
+    """Loads every recorded whole step as a row."""
     for name in STEPS:
         found = record(name)
         machine = machine_of(found["device"])
@@ -230,7 +230,7 @@ CARRIED = {
 
 
 def real_runs() -> Iterator[Row]:
-    """Steps of real policies on GSM-Symbolic, a row for each arm's first seed: means over steps after the second."""
+    """Loads steps of real policies on GSM-Symbolic, a row per arm's first seed: means over steps after the second."""
     for file, name in (("results", "Qwen2.5-0.5B-Instruct"), ("results_1p5b", "Qwen2.5-Math-1.5B")):
         with tarfile.open(EXPERIMENTS / f"{file}.tar.xz") as archive, published.folder(name) as folder:
             names = [n for n in archive.getnames() if re.fullmatch(r"runs/(?!code|qurl)\w+_seed0/metrics.jsonl", n)]
@@ -276,7 +276,7 @@ def _real_run(where: tuple[str, int], tree: Any, records: Sequence[Any], folder:
 
 
 def learners(folders: Folders) -> Iterator[Row]:
-    """Updates of the learner alone (`benchmarks.learner`): one micro-batch, AdamW in bfloat16."""
+    """Loads updates of the learner alone (`benchmarks.learner`): one micro-batch, AdamW in bfloat16."""
     for name in ("learner_1.7b_h200.json", "learner_8b_h200.json", "learner_30b_a3b_h200.json"):
         found = record(name)
         for place, row in enumerate(found["results"]):
@@ -315,7 +315,7 @@ def learners(folders: Folders) -> Iterator[Row]:
 
 
 def samplers(folders: Folders) -> Iterator[Row]:
-    """Batches of an engine alone (`benchmarks.engine_price`): prompts of 64 tokens, responses of 256."""
+    """Loads batches of an engine alone (`benchmarks.engine_price`): prompts of 64 tokens, responses of 256."""
     for name in ("engine_price_4b_h100.json", "engine_price_8b_h100.json", "engine_price_h200.json"):
         for place, row in enumerate(record(name)["results"]):
             if row["scheme"] == "w4a16" and "H100" in row["device"]:
@@ -350,7 +350,7 @@ def samplers(folders: Folders) -> Iterator[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Every row; with the shapes of their models counted."""
+    """Loads all rows, with the terms of their models counted."""
     with tempfile.TemporaryDirectory() as scratch, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="0,1,2,3"):
         folders = Folders(scratch)
         rows = [*steps(folders), *real_runs(), *learners(folders), *samplers(folders)]
@@ -360,7 +360,7 @@ def all_rows() -> list[Row]:
 
 
 def fit(rows: Sequence[Row]) -> dict[str, float]:
-    """The rates under which the phases' relative errors have the least squares; every group weighs the same."""
+    """Fits rates by least squares of the phases' relative errors; every group has equal weight."""
     rows = [row for row in rows if row.is_fitted]
     counts = collections.Counter(row.group for row in rows)
     out: dict[str, float] = {}
@@ -376,17 +376,17 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def left_out(rows: Sequence[Row]) -> dict[tuple[str, str, int], dict[str, float]]:
-    """The rates of each group's forecasts: fitted without the group."""
+    """Fits rates for each group on the rows of all other groups."""
     return {group: fit([row for row in rows if row.group != group]) for group in {row.group for row in rows}}
 
 
 def forecasts(rows: Sequence[Row], fits: Mapping[tuple[str, str, int], dict[str, float]]) -> list[float]:
-    """Seconds of whole steps."""
+    """Forecasts the seconds of each row's step with the rates of the row's group."""
     return [sum(forecast.seconds(row.terms, fits[row.group]).values()) for row in rows]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table: whole steps, and forecasts of fits without their group."""
+    """Formats whole steps beside their forecasts, by fits without their group, as lines of a Markdown table."""
     head = [
         "model",
         "machine",
@@ -424,7 +424,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def example() -> list[str]:
-    """Lines that the page's first command prints."""
+    """Returns the lines that the first command on the page prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         advise.main(["--model", "Qwen3-8B", "--device", "h200", *EXAMPLE])
@@ -432,7 +432,7 @@ def example() -> list[str]:
 
 
 def page(text: str, rows: Sequence[Row]) -> str:
-    """docs/operations/advise.md with its three tables as they are now."""
+    """Returns the text of docs/operations/advise.md with its three tables made anew."""
     for start, lines in (
         (r"```\n *scheme", example()),
         (r"\| model \| machine \| GPUs \| steps", summary(rows)),
@@ -445,7 +445,7 @@ def page(text: str, rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table: mean and largest error by model, machine and GPUs, in the fit and left out of it."""
+    """Formats mean and largest error by model, machine and GPUs, in the fit and left out of it, as a Markdown table."""
     rates, fits = fit(rows), left_out(rows)
     lines = ["| model | machine | GPUs | steps | in the fit | left out | largest |", "|---|---|---|---|---|---|---|"]
     whole = [row for row in rows if row.step and row.is_fitted]
@@ -462,12 +462,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def errors(rows: Sequence[Row], fits: Mapping[tuple[str, str, int], dict[str, float]]) -> list[float]:
-    """Relative errors of whole steps, without their signs."""
+    """Returns the absolute relative error of each whole step's forecast."""
     return [abs(took / row.step - 1.0) for row, took in zip(rows, forecasts(rows, fits), strict=True)]
 
 
 def errors_by_kind(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean error of today's steps, left out of the fit: `forecast.ERRORS`."""
+    """Returns the mean error of today's steps by kind of model, left out of the fit: `forecast.ERRORS`."""
     fits, out = left_out(rows), {}
     for kind in forecast.ERRORS:
         own = [r for r in rows if r.step and r.is_fitted and (kind == "MoE") == (r.shapes == "30b-a3b")]
@@ -476,7 +476,7 @@ def errors_by_kind(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def rounded(rates: Mapping[str, float]) -> dict[str, float]:
-    """Rates as `forecast.RATES` has them: two digits, without those of no time at all."""
+    """Rounds rates to two digits, as in `forecast.RATES`, and drops rates of zero."""
     return {name: float(f"{value:.2g}") for name, value in sorted(rates.items()) if value > 1e-9}
 
 

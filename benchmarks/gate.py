@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Does a single sampled token have another log-prob in the learner than in the engine?
+"""Tests that every sampled token has equal log-probs in learner and engine, to the bit.
 
     python -m benchmarks.gate --model DIR [--schemes w8a8 fp8 w4a16 bf16] [--updates 2] [--conditions all] [--json FILE]
 
@@ -59,7 +59,7 @@ _BLOCK = 128  # tokens to a page of the KV cache, at most
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What requests are to meet.
+    """A condition under which the engine samples, such as a full KV cache.
 
     Attributes:
       tight: in the engine with little room.
@@ -82,7 +82,7 @@ CONDITIONS = {
 
 
 def prompts_of(name: str, vocab: int, args: argparse.Namespace, seed: int) -> list[Prompt]:
-    """The prompts of a condition."""
+    """Makes the prompts of a condition."""
     if name not in ("long", "samples", "chunks"):  # a sequence that loses its place must have grown by a page
         length = args.long_prompt * 3 // 4 if name == "preempted" else args.prompt_len
         return ladder.random_prompts(vocab, args.sequences, length, seed)
@@ -97,15 +97,15 @@ def prompts_of(name: str, vocab: int, args: argparse.Namespace, seed: int) -> li
 
 
 def sampling_of(name: str, vocab: int, args: argparse.Namespace) -> SamplingConfig:
-    """How a condition samples; every 32nd token of the vocabulary may be a stop token, of 1,024 at most (the bridge's
-    limit)."""
+    """Returns a condition's sampling settings. Every 32nd token of the vocabulary may be a stop token, of 1,024 at most
+    (the bridge's limit)."""
     stop = tuple(range(7, vocab, max(32, -(-vocab // 1024)))) if name == "stop" else ()
     temperature = {"stop": 1.4, "cool": 0.6}.get(name, args.temperature)
     return SamplingConfig(max_response_len=args.response_len, temperature=temperature, stop_token_ids=stop)
 
 
 def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: argparse.Namespace) -> Config:
-    """The engine's options; tight: a quarter of the sequences at a time, a KV cache for three of five of these."""
+    """Returns the engine's settings; tight: a quarter of the sequences at once, and a KV cache for 3/5 of these."""
     length = max(args.prompt_len, args.long_prompt) + args.response_len
     room: dict[str, Any] = {"kv_cache_gb": args.kv_cache_gb, "max_num_seqs": args.sequences}
     if tight:
@@ -136,14 +136,14 @@ def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: ar
 def unequal(
     weights: PolicyWeights, sampled: ladder.Sampled, temperature: float = 1.0, *, replay: bool = False
 ) -> np.ndarray:
-    """[N, T] bool: response tokens whose log-prob is another in the learner."""
+    """Returns a mask [N, T] bool of response tokens whose log-prob differs between learner and engine."""
     logprobs, _ = ladder.score(weights, sampled, temperature=temperature, replay=replay)
     return sampled.response & (logprobs != sampled.logprobs)
 
 
 def moved(weights: PolicyWeights, key: jax.Array, by: float = 3e-5) -> PolicyWeights:
-    """The policy after something like an update: normal noise on every master that is not fixed, and what it quantizes
-    to."""
+    """Returns the policy after a stand-in for an update: normal noise is added to every master that is not fixed, and
+    the masters are quantized."""
     stays = lambda path: path in weights.fixed or models.is_fixed(path)  # noqa: E731
     fixed = part_of(weights.params, stays)
     leaves, structure = jax.tree.flatten(part_of(weights.params, lambda path: not stays(path)))
@@ -155,7 +155,7 @@ def moved(weights: PolicyWeights, key: jax.Array, by: float = 3e-5) -> PolicyWei
 
 
 def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
-    """The same policy but for one code, or, where nothing is quantized, one bfloat16 step of one master."""
+    """Returns the policy with one code changed, or, if nothing is quantized, one master by one bfloat16 step."""
 
     def is_weight(x: Any) -> bool:
         return isinstance(x, QTensor)
@@ -190,7 +190,7 @@ def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
 def observed(
     engine: VllmEngine, weights: PolicyWeights, name: str, args: argparse.Namespace, seed: int
 ) -> tuple[ladder.Sampled, float, dict[str, Any]]:
-    """Samples under one condition: what was drawn, at which temperature, and its row of the table."""
+    """Samples under one condition; returns the samples, their temperature, and the condition's row of the table."""
     vocab = models.config_of(weights.graphdef).vocab_size
     prompts, sampling = prompts_of(name, vocab, args, seed), sampling_of(name, vocab, args)
     before, start = engine.status().met, time.time()
@@ -213,7 +213,7 @@ def observed(
 
 
 def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
-    """One engine under one scheme: the rows of its conditions, and one of the control."""
+    """Runs one engine under one scheme; yields the rows of its conditions, and one of the control."""
     begun = time.time()
     weights = ladder.load(path, scheme, resolve("auto").profile, shards=args.tensor_parallel, lora_rank=args.lora_rank)
     config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA's matrix products reach at a model's shapes: dtypes, weight layouts, autotuning, and whole quantized layers.
+"""Measures XLA's matrix products at a model's shapes: dtypes, weight layouts, autotuning, and whole quantized layers.
 
     python -m benchmarks.gemm --model 8b --tokens 16384 [--autotune 0 4] [--out FILE]
 
@@ -41,13 +41,13 @@ KINDS: dict[str, tuple[Any, Any, bool]] = {  # operands, result, weights as [K, 
 
 
 def seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median of three timings of `repeats` calls, per call."""
+    """Times a call: the median of three timings of `repeats` calls, divided by `repeats`."""
     jax.block_until_ready(call())
     return float(np.median(seconds_of(lambda: [call() for _ in range(repeats)][-1], 3))) / repeats
 
 
 def products(model: str) -> dict[str, tuple[int, int]]:
-    """The distinct layers [N, K] of a model."""
+    """Returns the distinct linear layers of a model: name -> shape [N, K]."""
     size = SIZES[model]
     width = size.get("head_dim", 128)
     return {
@@ -59,7 +59,7 @@ def products(model: str) -> dict[str, tuple[int, int]]:
 
 
 def measure(model: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Every kind and scheme at every shape."""
+    """Times every kind and scheme at every shape of a model's layers."""
     out = []
     for name, (n, k) in products(model).items():
 

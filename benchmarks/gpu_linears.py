@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The learner's linear layers, jitted on a GPU, against vLLM's own CUDA kernels called directly on the same inputs.
+"""Compares the learner's linear layers, jitted on a GPU, with vLLM's CUDA kernels on equal inputs.
 
     PYTHONPATH=.:bridge:$VLLM python benchmarks/gpu_linears.py --out gpu_linears.json
 
@@ -43,7 +43,7 @@ PROMISED = {"w8a8": 1.0, "fp8": 0.0}
 
 
 def inputs(k: int, n: int, m: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(master weight [N, K], activations [M, K] bfloat16 with a few large channels, bias [N] bfloat16)."""
+    """Draws (master weight [N, K], activations [M, K] bfloat16 with a few large channels, bias [N] bfloat16)."""
     rng = np.random.default_rng(seed)
     w = (0.02 * rng.standard_normal((n, k), np.float32)).astype(jnp.bfloat16)
     x = rng.standard_normal((m, k), np.float32)
@@ -52,7 +52,7 @@ def inputs(k: int, n: int, m: int, seed: int) -> tuple[np.ndarray, np.ndarray, n
 
 
 def learner(scheme: str, w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, Any]:
-    """(outputs [M, N], the QTensor of numpy arrays) under the profile `cuda`."""
+    """Computes the learner's (outputs [M, N], QTensor of numpy arrays) under the numerics profile `cuda`."""
     numerics = quant.resolve("cuda")
     qtensor = quant.quantize(jnp.asarray(w), quant.on_engine(quant.parse_scheme(scheme), numerics))
     y = quant.dot(
@@ -66,7 +66,7 @@ def learner(scheme: str, w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) 
 
 
 def to_torch(torch: Any, array: np.ndarray) -> Any:
-    """A CUDA tensor of the same bytes."""
+    """Copies a numpy array to a CUDA tensor of equal bytes."""
     name = array.dtype.name
     array = np.array(array)  # writable, contiguous
     if name in ("bfloat16", "float8_e4m3fn"):
@@ -76,7 +76,7 @@ def to_torch(torch: Any, array: np.ndarray) -> Any:
 
 
 def from_torch(torch: Any, tensor: Any) -> np.ndarray:
-    """float32 values on the host."""
+    """Copies a tensor to the host, as float32."""
     return tensor.float().cpu().numpy()
 
 
@@ -105,7 +105,7 @@ class Kernels:
 
 
 def cases(schemes: list[str], shapes: Any, rows: Any) -> list[tuple[str, int, int, int, bool]]:
-    """(scheme, K, N, M, with bias) of every comparison."""
+    """Lists the comparisons as (scheme, K, N, M, with bias)."""
     return [(s, k, n, m, b) for s in schemes for k, n in shapes for m in rows for b in (False, True)]
 
 
@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def summarize(results: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """(a row per scheme, whether a promise is broken)."""
+    """Returns a row of statistics per scheme, and whether a promise of `PROMISED` is broken."""
     rows, broken = [], False
     for scheme in dict.fromkeys(r["scheme"] for r in results):
         mine = [r for r in results if r["scheme"] == scheme]

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A bridge around the embedded sampler: an engine in a process of its own where there is no vLLM.
+"""A bridge that serves the embedded sampler in place of vLLM: an engine process for machines without vLLM.
 
     python -m benchmarks.jax_bridge --config FILE --socket PATH --key-file FILE [section.field=value ...]
 
@@ -8,7 +8,7 @@ serves the policy of a run's config under `quant.rollout`, and is published to a
 read back. A trainer reaches it with `rollout.engine={name: vllm, endpoints: [PATH, ...], key_file: FILE}`. Draws depend
 on weights, prompt and seed alone.
 
-What it is not: exact. Masters without a QTensor (embedding, norms, head) travel as bfloat16, so that a learner in
+It is not exact. Masters without a QTensor (embedding, norms, head) travel as bfloat16, so that a learner in
 float32 differs from it by their rounding.
 """
 
@@ -101,7 +101,7 @@ class JaxEngine:
         return len(self._requests)
 
     def step(self) -> list[Finished]:
-        """Draws whatever has been asked for, to its end."""
+        """Samples all waiting requests to their end and returns them; waits a moment first to gather requests."""
         if time.monotonic() < self._last + _GATHER_S:
             time.sleep(_GATHER_S / 4)
             return []
@@ -128,7 +128,7 @@ class JaxEngine:
         return finished
 
     def load(self, parts: Parts) -> None:
-        """The wire's tensors, stacked as the model has them."""
+        """Loads published tensors, stacked in the layout of the model."""
         self._held = {name: np.array(array) for part in parts for name, array in part.items()}
         stacks: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
         for place in self._places:
@@ -163,7 +163,7 @@ class JaxEngine:
         self.has_weights = True
 
     def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
-        """Compares everything that was loaded."""
+        """Compares all loaded tensors with the published ones."""
         return compare(self._held, parts)
 
     def restore_initial(self) -> bool:
@@ -176,7 +176,7 @@ class JaxEngine:
         raise BridgeError("the embedded sampler has no NCCL", "unshared")
 
     def forget_trainer(self) -> None:
-        """Nothing is kept of its memory."""
+        """Does nothing: the engine keeps no reference to the trainer's memory."""
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         raise BridgeError("the embedded sampler records no modules", "engine")

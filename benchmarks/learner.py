@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Learner throughput: one policy-gradient step at Qwen3 shapes with random weights, scheme by scheme, beside a peer.
+"""Times a policy-gradient step of the learner at Qwen3 shapes with random weights, scheme by scheme, beside a peer.
 
     python -m benchmarks.learner --model 8b --schemes bf16 w8a8 fp8 w4a16 --remat mixer \\
         --peer "python peer_hf.py --model 8b --seq 4096 --rows 4 --steps 5 --remat --compile layer"
@@ -37,7 +37,7 @@ from qarl_jax.types import UserError
 
 
 def run_peer(command: str) -> dict[str, str]:
-    """The RESULT line of a peer: key -> text."""
+    """Runs a peer's command and returns its RESULT line: key -> text."""
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
     found = re.findall(r"^RESULT (.*)$", done.stdout, re.M)
     if done.returncode or not found:
@@ -46,7 +46,7 @@ def run_peer(command: str) -> dict[str, str]:
 
 
 def measure(setting: shapes.Setting, steps: int, profile: str = "") -> dict[str, Any]:
-    """Seconds, tokens/s, model TFLOP/s and peak memory of a step."""
+    """Measures seconds, tokens/s, model TFLOP/s and peak memory of a step."""
     mesh = make_mesh(fsdp=-1)
     made, abstract, _ = shapes.make_learner(setting, mesh)
     state = made.init(shapes.random_params(abstract, made.param_shardings))

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's products of weights with zero points beside a library's in bf16, at a model's shapes.
+"""Times the engine's products of low-bit weights with zero points against cuBLAS' in bf16, at a model's shapes.
 
     python -m benchmarks.low_bit_products --shapes 8b --rows 1 8 256 [--tiles] --out FILE
 
@@ -31,7 +31,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def layers_of(shapes: str) -> dict[str, tuple[int, int]]:
-    """[N, K] of each product of a layer, as an engine fuses them."""
+    """Returns the shape [N, K] of each product of a layer, as an engine fuses them."""
     size = SIZES[shapes]
     hidden, inner, width = size["hidden"], size["inter"], size.get("head_dim", 128)
     heads = (size["heads"] + 2 * size["kv"]) * width, size["heads"] * width
@@ -44,7 +44,7 @@ def layers_of(shapes: str) -> dict[str, tuple[int, int]]:
 
 
 def arrays_of(bits: int, group: int, n: int, k: int, device: str) -> dict[str, torch.Tensor]:
-    """Published arrays of a random weight, by leaf; its values are of the order of 0.01."""
+    """Makes the published arrays of a random weight, by name; its values are of the order of 0.01."""
     made = {
         f"weight_u{width}": torch.randint(0, 256, (n, k * width // 8), device=device).to(torch.uint8)
         for width in formats.LANES[bits]
@@ -58,7 +58,7 @@ def arrays_of(bits: int, group: int, n: int, k: int, device: str) -> dict[str, t
 
 
 def layer_of(bits: int, group: int, n: int, k: int, device: str) -> tuple[Any, torch.nn.Module]:
-    """The engine's layer of a random weight: what computes it, and what holds it."""
+    """Makes the engine's layer of a random weight: (the method that computes it, the module that holds it)."""
     if device == "cuda":
         from qarl_bridge.engine.cuda.asym import BatchInvariantAsymmetricLinear as Kind
     else:
@@ -73,7 +73,7 @@ def layer_of(bits: int, group: int, n: int, k: int, device: str) -> tuple[Any, t
 
 
 def microseconds(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """The median of `repeats` runs, captured in a CUDA graph, each behind a write that empties the L2 cache."""
+    """Times `run` in a CUDA graph: the median of `repeats` replays, each after a write that empties the L2 cache."""
     run()
     if device == "cpu":
         found = []
@@ -102,7 +102,7 @@ def microseconds(run: Callable[[], Any], device: str, repeats: int) -> float:
 def together(
     shapes: dict[str, tuple[int, int]], products: Sequence[dict[str, Product]], rows: int, device: str, repeats: int
 ) -> float:
-    """Microseconds of the products of one layer, the mean of several."""
+    """Times all products of one layer together, in microseconds, as the mean of several layers."""
     inputs = {name: torch.randn(rows, k, device=device).bfloat16() for name, (_, k) in shapes.items()}
 
     def run() -> None:
@@ -114,7 +114,7 @@ def together(
 
 
 def compared(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
-    """A row for each scheme and number of rows; bf16 first."""
+    """Times every scheme at every number of rows; yields a row for each, bf16 first."""
     shapes = layers_of(args.shapes)
     weights = sum(n * k for n, k in shapes.values())
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -146,13 +146,13 @@ def compared(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
 
 
 def equal(kind: Any, layer: torch.nn.Module, k: int, rows: int) -> bool:
-    """Whether so many rows have the bits that they have among 1,024, multiplied with decoded weights."""
+    """Tells whether the outputs of `rows` rows alone have the bits that they have within 1,024 rows."""
     x = torch.randn(1024, k, device="cuda").bfloat16()
     return torch.equal(kind.apply_weights(layer, x[:rows]), kind.apply_weights(layer, x)[:rows])
 
 
 def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each product of the first scheme alone: as it is, with inputs in other parts, and the fastest of all tiles."""
+    """Times each product of the first scheme alone: as it is, with other splits of K, and under all tiles."""
     name, _, suffix = args.schemes[0].partition(":g")
     for layer, (n, k) in layers_of(args.shapes).items():
         made = [layer_of(int(name[1]), int(suffix or 32), n, k, "cuda") for _ in range(args.layers)]
@@ -171,7 +171,7 @@ def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def timed(
     words: Sequence[Any], x: torch.Tensor, tile: tuple[int, int, int, int, int] | None, splits: int | None = None
 ) -> float | None:
-    """Microseconds of one product; None: a tile without room."""
+    """Times one product, in microseconds; None: the tile does not fit the GPU's shared memory or registers."""
     from qarl_bridge.engine.cuda import ops
 
     try:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The share of weights that an update moves, by the masters' dtype and rounding, and how far the masters get.
+"""Measures the share of weights that an update changes, by dtype and rounding of the masters, and how far these move.
 
     python -m benchmarks.masters --model assets/tiny-qwen3 --updates 50 --out benchmarks/results/masters_tiny_cpu.json
 
@@ -29,14 +29,14 @@ WAYS = {
 
 
 def loss(graphdef: Any, params: Any, qweights: Any, tokens: jax.Array) -> jax.Array:
-    """Mean next-token loss of tokens [B, T]."""
+    """Computes the mean next-token loss of tokens [B, T]."""
     logits = models.merge(graphdef, params, qweights)(tokens[:, :-1])
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
     return -jnp.mean(picked)
 
 
 def measure(folder: str, way: str, lr: float, updates: int) -> dict[str, float]:
-    """Moves a model's masters; float32 numbers of all its weights together.
+    """Applies updates to a model's masters and measures how far these move, over all weights together.
 
     Returns:
       moved: mean share of weights that an update changes. covered: the way from first to last masters along the one

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a learner's update: what the plan predicts beside what the compiler allocates, without a GPU.
+"""Compares the planned peak memory of a learner's update with what XLA allocates, without a GPU.
 
     python -m benchmarks.memory --out benchmarks/results/memory_h200.json
 
@@ -121,8 +121,8 @@ MOE_CASES = tuple(
 
 
 def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
-    """The programs of a case's update, lowered for CUDA from shapes alone, and the bytes held while each runs: its
-    arguments, read or not, and what stands beside them."""
+    """Lowers the programs of a case's update for CUDA from shapes alone. Returns each with the bytes held while it
+    runs: its arguments, and other arrays that stay."""
     made, params, qweights = shapes.make_learner(dataclasses.replace(case, attention="cudnn"), mesh)
 
     def put(tree: Any) -> Any:
@@ -154,7 +154,7 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
 
 
 def streamed(made: Learner, state: TrainState, beside: int, mesh: Mesh) -> list[tuple[Any, int]]:
-    """The programs of an update from the host, traced, and the bytes held while each runs."""
+    """Traces the programs of an update with an optimizer state on the host; returns each with the bytes held in it."""
     groups, programs = by_stack.groups_of(state.params), made._apply.programs(state)
     params, moments = jax.tree.leaves(state.params), leafwise.moments_of(state.params, state.opt_state)
     grads = [x.update(dtype=made.grad_dtype) for x in params]
@@ -173,7 +173,7 @@ def streamed(made: Learner, state: TrainState, beside: int, mesh: Mesh) -> list[
 
 
 def absent_gpus(count: int = 1) -> Mesh:
-    """A mesh of H200s (fsdp) that need not be here."""
+    """Makes a mesh (fsdp) of H200s that this machine does not need to have."""
     # The kernels' own checks ask the GPUs of this host.
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -187,7 +187,7 @@ def absent_gpus(count: int = 1) -> Mesh:
 
 
 def compiled_bytes(case: Setting, mesh: Mesh) -> dict[str, Any]:
-    """What the compiler allocates for the larger program of a case: arguments and what stays beside them, new results,
+    """Compiles a case and returns the bytes of its larger program: arguments and what stays beside them, new results,
     temporaries."""
     lowered, started, sizes = lower(case, mesh), time.perf_counter(), []
     for program, held in lowered:
@@ -204,7 +204,7 @@ def compiled_bytes(case: Setting, mesh: Mesh) -> dict[str, Any]:
 
 
 def measured_bytes(case: Setting, arguments: list[str]) -> dict[str, Any]:
-    """What the device reports after three updates, in a process of its own: a peak is one of a process's life."""
+    """Runs three updates in a process of its own and returns what the device reports; a peak is per process."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
         options = [f"--schemes={case.scheme}", f"--out={out}", "--steps=1"]
@@ -220,7 +220,7 @@ def measured_bytes(case: Setting, arguments: list[str]) -> dict[str, Any]:
 
 
 def measure(out: str, arguments: list[str], only: list[int] | None = None) -> None:
-    """Prints, and writes to `out`, a line per case of `MEASURED`: the device's peak and the plan by part, in GB.
+    """Measures each case of `MEASURED`; prints, and writes to `out`, the device's peak and the plan by part, in GB.
 
     Args:
       arguments: more of them for `benchmarks.learner`, after those of the case.
@@ -241,13 +241,13 @@ def measure(out: str, arguments: list[str], only: list[int] | None = None) -> No
 
 
 def without_autotuning() -> None:
-    """XLA's flags for a card that is absent; they are read when the first backend is made."""
+    """Disables XLA's autotuning, which needs the GPU itself; call it before the first backend is made."""
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """The result file: how it was made, then a line per case."""
+    """Returns the text of the result file: how it was made, then a line per case."""
     head = {
         "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
         "how": "compiled ahead of time for H200s (benchmarks/targets/h200.txtpb), cuDNN attention; no GPU present",

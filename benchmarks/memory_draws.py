@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Does the memory plan keep its word? Settings drawn at random, and what a card says of them.
+"""Tests the memory plan on random settings: a run that it calls fitting must run on a GPU, others must be refused.
 
     python -m benchmarks.memory_draws draw --model DIR --count 10 --seed 0 > draws.jsonl
     python -m benchmarks.memory_draws run draws.jsonl --only 0 1 2 > results.jsonl
@@ -65,7 +65,7 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def overrides(model: str, drawn: dict[str, Any]) -> list[str]:
-    """The command-line settings of a draw: one step, no evaluation, no checkpoint."""
+    """Returns the command-line settings of a draw: one step, no evaluation, no checkpoint."""
     fixed = {
         "model.path": model,
         "data.source": f"{{name: jsonl, path: {model}/prompts.jsonl}}",
@@ -87,7 +87,7 @@ def overrides(model: str, drawn: dict[str, Any]) -> list[str]:
 
 
 def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, Any]]:
-    """`count` settings that fit a card of `size` bytes and `count` that do not, in the order they were drawn."""
+    """Draws `count` settings that fit a GPU of `size` bytes and `count` that do not, in the order they were drawn."""
     rng = random.Random(seed)
     left = {True: count, False: count}
     while any(left.values()):
@@ -110,7 +110,7 @@ def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, An
 
 
 def used_bytes(ordinal: int = 0) -> int:
-    """Of the `ordinal`th card that this process sees, whoever uses it; 0 where there is none."""
+    """Returns the memory in use, by any process, on the `ordinal`th GPU that this process sees; 0: there is none."""
     visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     number = visible[ordinal] if ordinal < len(visible) else ordinal
     query = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -123,7 +123,7 @@ def used_bytes(ordinal: int = 0) -> int:
 
 @contextlib.contextmanager
 def most_used(ordinal: int = 0) -> Iterator[list[int]]:
-    """The largest `used_bytes` of a card meanwhile, looked at four times a second, as the only entry of a list."""
+    """A context that samples `used_bytes` four times a second; yields a list whose only entry is the largest."""
     most, done = [used_bytes(ordinal)], threading.Event()
 
     def watch() -> None:
@@ -140,7 +140,7 @@ def most_used(ordinal: int = 0) -> Iterator[list[int]]:
 
 
 def finished(command: list[str], log: str, limit_s: float) -> int | None:
-    """The exit code of a command whose output goes to a file; None: it took too long, and is gone with all it began."""
+    """Runs a command with its output in a file; returns its exit code. None: it took too long and was killed."""
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -154,7 +154,7 @@ def finished(command: list[str], log: str, limit_s: float) -> int | None:
 
 
 def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """What `python -m qarl_jax.train` makes of a draw."""
+    """Runs `python -m qarl_jax.train` on a draw; returns exit code, seconds and peak memory."""
     with tempfile.TemporaryDirectory() as folder, most_used() as most:
         command = [
             sys.executable,
@@ -183,7 +183,7 @@ def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def compiled(draw: dict[str, Any]) -> dict[str, Any]:
-    """What XLA holds at the fullest moment of a draw's step, on a card that is absent, beside its plan; GiB."""
+    """Compiles a draw's step for an absent GPU; returns the most that XLA holds, beside the plan, in GiB."""
     size = int(draw["card_gib"] * on_learner.GIB)
     cfg, plan = choose.settle(config.load(CONFIG, draw["overrides"]), size)
     assert plan is not None

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of adapters on a base that learner and engine hold once: the plan beside what XLA allocates, without a GPU.
+"""Compares planned and allocated memory of adapters on a base that learner and engine share, without a GPU.
 
     python -m benchmarks.memory_one_base --out benchmarks/results/memory_one_base_h200.json
 
@@ -35,7 +35,7 @@ LOAD = "--case nvfp4 --lora-rank 32 --batch 64 --response-len 2048 --mean-len 40
 
 
 def run_of(folder: str, remat: str) -> RunConfig:
-    """The run of that load on an absent GPU; makes the folder if there is none."""
+    """Returns the run's config on an absent GPU; makes the model folder if there is none."""
     if not (pathlib.Path(folder) / "config.json").exists():
         random_folder.make(pathlib.Path(folder), random_folder.config_of(SHAPES, 0), 0.02, weights=False, mean_len=400)
     args = step_gpu.build_parser().parse_args(["--folder", folder, *LOAD.split()])
@@ -52,7 +52,7 @@ class _Absent:
 
 
 def compiled_bytes(cfg: RunConfig, mesh: Any) -> dict[str, int]:
-    """Arguments of the gradients' program without the base, its results and temporaries."""
+    """Compiles the gradients' program; returns bytes of its arguments without the base, results and temporaries."""
     one_base.buffers.GpuMemory = _Absent  # type: ignore[assignment, misc]
     graphdef = models.split(models.abstract_model(on_learner.model_of(cfg)))[0]
     learner, once = build.make_learner(cfg, graphdef, mesh), one_base.OneBase(graphdef, mesh)

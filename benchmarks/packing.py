@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An update on responses of ragged lengths: every response padded to the longest, beside packed rows.
+"""Times an update on responses of ragged lengths: every response padded to the longest, against packed rows.
 
     python -m benchmarks.packing --lengths benchmarks/results/lengths_longhand.json --model 1.7b --scheme w8a8
 
@@ -38,7 +38,7 @@ _SEGMENTS = 64  # most responses to a packed row
 
 
 def groups_of(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> list[RolloutGroup]:
-    """Groups of one response each, of these lengths (prompt, response), with random tokens and rewards."""
+    """Makes groups of one response each, of these lengths (prompt, response), with random tokens and rewards."""
     rng = np.random.default_rng(seed)
 
     def draw(size: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def groups_of(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> list
 
 
 def measure(setting: shapes.Setting, packed: Packed, rows: int, steps: int) -> dict[str, Any]:
-    """Median seconds of an update on all of `packed`, `rows` rows at a time."""
+    """Times an update on all rows of `packed`, `rows` rows at a time; the median, in seconds."""
     setting = dataclasses.replace(setting, rows=rows, seq=packed.batch.tokens.shape[1], segments=packed.max_segments)
     mesh = make_mesh(fsdp=-1)
     made, abstract, _ = shapes.make_learner(setting, mesh)
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lengths_of_samples(path: pathlib.Path) -> list[tuple[int, int]]:
-    """(prompt, response) tokens of every sample of a run's first logged step."""
+    """Reads the lengths (prompt, response), in tokens, of all samples of a run's first logged step."""
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     first = samples[0]["step"]
     return [(s["prompt_len"], s["response_len"]) for s in samples if s["step"] == first]

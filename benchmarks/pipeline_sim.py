@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What asynchronous training buys, from measured phase times: seconds per step, by split of the cards and staleness.
+"""Simulates asynchronous training from measured phase times: seconds per step, by split of the GPUs and staleness.
 
     python -m benchmarks.pipeline_sim --metrics runs/quickstart/metrics.jsonl --measured-on 1 --cards 8
 
@@ -46,13 +46,13 @@ _STEPS = 400  # the run's times over and over, so that how it begins and ends co
 def simulate(
     sampling_s: Sequence[float], learning_s: Sequence[float], publish_s: float, k: int, order: Order = "between batches"
 ) -> list[float]:
-    """When each step's version is served, in seconds from the start.
+    """Simulates the schedule; returns when each step's version is served, in seconds from the start.
 
     Args:
-      sampling_s, learning_s: of each step.
-      publish_s: of every publish.
-      k: max_staleness; 0: one waits for the other.
-      order: when a version comes in.
+      sampling_s, learning_s: seconds of each step.
+      publish_s: seconds of every publish.
+      k: max_staleness; 0: learner and sampler wait for each other.
+      order: when the sampler loads a new version.
     """
     steps = len(sampling_s)
     served = [0.0]  # when version v is served
@@ -92,14 +92,14 @@ def _end_in_hand(sampled: Sequence[float], now: float) -> float:
 
 
 def per_step_s(served: Sequence[float]) -> float:
-    """Seconds of a step in the mean, without the first and last quarter: there the pipeline fills up and runs dry."""
+    """Returns the mean seconds of a step without the first and last quarter, where the pipeline fills and drains."""
     skip = len(served) // 4
     first, last = served[skip - 1] if skip else 0.0, served[len(served) - skip - 1]
     return (last - first) / (len(served) - 2 * skip)
 
 
 def measured(path: str) -> tuple[np.ndarray, np.ndarray, float]:
-    """(sampling, learning) seconds of every step but the first of a run, and those of a publish.
+    """Reads (sampling, learning) seconds of every step but the first of a run, and those of a publish.
 
     Raises:
       UserError: the run has fewer than two steps, or sampled ahead itself.
@@ -126,7 +126,7 @@ def table(
     order: Order,
     overhead: float,
 ) -> list[dict[str, float]]:
-    """A row for the run that waits, on all cards, and one for every split and k: seconds per step, and speed-up."""
+    """Formats seconds per step and speed-up: the synchronous run on all GPUs, then each split and staleness."""
 
     def on(seconds: np.ndarray, some: int) -> list[float]:
         return list(np.resize(seconds, _STEPS) * (overhead + (1 - overhead) * measured_on / some))

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds per publish into a running vLLM, by phase, and a soak: a hundred publishes with generation in between.
+"""Times publishes into a running vLLM, by phase, and runs a soak: a hundred publishes with generation in between.
 
     python -m benchmarks.publish --shapes tiny 100mb                           # on a CPU
     python -m benchmarks.publish --shapes 8b --schemes w4a16 w8a8 bf16 --engine cuda --out .../publish_h200.json
@@ -59,7 +59,7 @@ PHASES = ("stage_s", "open_s", "validate_s", "drain_s", "load_s", "readback_s", 
 
 
 def shaped(shape: str, layers: int, scheme: str, engine: str) -> PolicyWeights:
-    """A random policy in the shapes of a Qwen3, masters in bfloat16 (what is published is the same), not quantized."""
+    """Makes a random policy in the shapes of a Qwen3, not quantized; bfloat16 masters publish equal bytes."""
     config = shapes.model_config(shapes.Setting(model=shape, layers=layers, scheme=scheme, engine=engine))
     graphdef, abstract, _ = models.split(models.abstract_model(config))
     params = {}
@@ -85,13 +85,13 @@ _quantize = jax.jit(models.quantize_params, static_argnums=0)
 
 
 def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
-    """The same policy, quantized, with its matrices a little larger: other scales, other bytes."""
+    """Scales the policy's matrices a little and quantizes them, so that scales and bytes change."""
     params = jax.tree.map(lambda x: x * np.asarray(scale, x.dtype) if x.ndim > 1 else x, weights.params)
     return dataclasses.replace(weights, params=params, qweights=_quantize(weights.graphdef, params))
 
 
 def copy_seconds(nbytes: int, on_gpu: bool) -> float:
-    """A plain copy of that many bytes (at most 1 GiB, scaled): on the device, or in host memory."""
+    """Times a plain copy of that many bytes (at most 1 GiB, scaled): on the device, or in host memory."""
     size = min(nbytes, 1 << 30)
     if on_gpu:
         source = jax.block_until_ready(jax.numpy.zeros(size // 4, jax.numpy.int32))
@@ -137,7 +137,7 @@ def engine_for(args: argparse.Namespace, log: list[str]) -> VllmEngine:
 
 
 def measure(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds per phase over `args.repeats` publishes."""
+    """Measures the median seconds per phase over `args.repeats` publishes."""
     log: list[str] = []
     engine = engine_for(args, log)
     reports = []
@@ -187,7 +187,7 @@ def measure(name: str, weights: PolicyWeights, scheme: str, args: argparse.Names
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process."""
+    """Returns the resident memory of a process, in bytes."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
 
@@ -202,7 +202,7 @@ def _gpu() -> Any:
 
 
 def gpu_bytes() -> int | None:
-    """Memory in use on the first GPU, whoever uses it; None without one."""
+    """Returns the memory in use on the first GPU by all processes, in bytes; None: no GPU."""
     if _gpu() is None:
         return None
     free, total = _gpu().memory()
@@ -210,7 +210,7 @@ def gpu_bytes() -> int | None:
 
 
 def soak(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`args.soak` publishes with generation in between.
+    """Makes `args.soak` publishes with generation in between, and returns times and memory growth.
 
     Raises:
       RuntimeError: a completion carries another version than the one published last.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder of Qwen3 shapes with random weights, a tokenizer of words, prompts and a reward: all that a run needs.
+"""Makes a model folder of Qwen3 shapes with random weights, tokenizer, prompts and reward: all that a run needs.
 
     python -m benchmarks.random_folder OUT --shapes 4b [--layers 8] [--deviation 0.02] [--seed 0] [--no-weights]
 
@@ -34,7 +34,7 @@ def graded(text, answer, meta):
 
 
 def drawn(shape: tuple[int, ...], deviation: float, seed: int, number: int) -> np.ndarray:
-    """Tensor `number` of a model: ones for a vector, else normal, bfloat16."""
+    """Draws tensor `number` of a model in bfloat16: ones for a vector, else normal."""
     if len(shape) == 1:
         return np.ones(shape, ml_dtypes.bfloat16)
     generator = np.random.Generator(np.random.Philox(key=[seed, number]))
@@ -45,7 +45,7 @@ def drawn(shape: tuple[int, ...], deviation: float, seed: int, number: int) -> n
 
 
 def config_of(name: str, layers: int = 0) -> models.ModelConfig:
-    """The ModelConfig of a key of `shapes.SIZES`. layers: 0, the model's own."""
+    """Returns the ModelConfig of a key of `shapes.SIZES`. layers: number of layers; 0: the model's own."""
     return shapes.model_config(shapes.Setting(model=name, scheme="bf16", layers=layers))
 
 

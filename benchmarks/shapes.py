@@ -54,7 +54,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One learner: shape, scheme, and what decides how much memory and work an update takes.
+    """The settings of one learner under test: shape, scheme, and all that decides memory and work of an update.
 
     Attributes:
       model: a key of SIZES. layers: its layers; 0: all.
@@ -97,7 +97,7 @@ _ARCHITECTURES = {
 
 
 def model_config(setting: Setting) -> models.ModelConfig:
-    """The ModelConfig of a setting."""
+    """Returns the ModelConfig of a setting."""
     size = SIZES[setting.model]
     experts = (
         {
@@ -140,7 +140,7 @@ def model_config(setting: Setting) -> models.ModelConfig:
 
 
 def optimizer_config(setting: Setting) -> build.Config:
-    """AdamW or Muon, both moments in one dtype."""
+    """Returns the config of AdamW or Muon, with both moments in one dtype."""
     dtype = setting.moments or setting.master
     dtypes: Any = {"moment_dtype": dtype, "second_moment_dtype": dtype, "offload": setting.offload}
     if setting.optimizer == "adamw":
@@ -149,7 +149,7 @@ def optimizer_config(setting: Setting) -> build.Config:
 
 
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
-    """(learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
+    """Makes (learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     options: dict[str, Any] = {"grad_dtype": setting.grad, "backward": setting.backward}
     made = Learner(
@@ -163,18 +163,18 @@ def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
 
 
 def opt_state_of(setting: Setting, params: Any) -> Any:
-    """The abstract optimizer state of a setting."""
+    """Returns the abstract optimizer state of a setting."""
     return jax.eval_shape(leafwise.Optimizer(optimizer_config(setting)).init, params)
 
 
 def host_bytes(setting: Setting) -> int:
-    """Bytes of the optimizer state that rest on the host."""
+    """Counts the bytes of the optimizer state that rest on the host."""
     params = models.split(models.abstract_model(model_config(setting)))[1]
     return on_learner.nbytes(opt_state_of(setting, params)) if setting.offload else 0
 
 
 def planned(setting: Setting) -> dict[str, int]:
-    """What the memory plan says of an update of `setting` on one device: bytes by part."""
+    """Returns the memory plan of an update of `setting` on one device: bytes by part."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     opt_state = opt_state_of(setting, params)
     mesh = AbstractMesh((1, setting.cards, 1, 1), MESH_AXES)
@@ -195,7 +195,7 @@ def planned(setting: Setting) -> dict[str, int]:
 
 
 def random_params(abstract: Any, shardings: Any) -> Any:
-    """Matrices normal with deviation 0.02, norms one, born where they belong."""
+    """Draws parameters in their shardings: matrices normal with deviation 0.02, norms one."""
 
     @jax.jit
     def draw() -> Any:
@@ -213,7 +213,7 @@ def random_params(abstract: Any, shardings: Any) -> Any:
 
 
 def batch(setting: Setting, seed: int = 0) -> TrainBatch:
-    """Rows full of random tokens, one prompt token to each response; on the host."""
+    """Makes rows full of random tokens, one prompt token to each response, on the host."""
     rng = np.random.default_rng(seed)
     shape = (setting.rows, setting.seq)
     length = setting.seq // setting.segments
@@ -234,7 +234,7 @@ def batch(setting: Setting, seed: int = 0) -> TrainBatch:
 
 
 def lengths(setting: Setting) -> list[int]:
-    """The sequence lengths of `batch`."""
+    """Returns the sequence lengths of `batch`."""
     each = setting.seq // setting.segments
     row = [each] * (setting.segments - 1) + [setting.seq - each * (setting.segments - 1)]
     return row * setting.rows

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps, run by the trainer through live engines on its cards: sampling, rewards, updates, publishing.
+"""Measures whole steps of the trainer with live engines on its GPUs: sampling, rewards, updates, publishing.
 
     python -m benchmarks.step_gpu --shapes 4b --folder /tmp/4b --case w8a8 --batch 128 --out results.jsonl
     python -m benchmarks.step_gpu --shapes 30b-a3b --cards 2 --folder /tmp/30b --case w4a16 --steps 5
@@ -80,7 +80,7 @@ PROMPT_LEN, SAMPLES = 64, 8
 
 
 def shared(args: argparse.Namespace, folder: str, run_dir: str) -> dict[str, Any]:
-    """The settings of every run: random weights, a folder's prompts and reward, no evaluation."""
+    """Returns the overrides of every run: random weights, a folder's prompts and reward, no evaluation."""
     return {
         "model.path": folder,
         "model.init": "random",
@@ -101,13 +101,13 @@ def shared(args: argparse.Namespace, folder: str, run_dir: str) -> dict[str, Any
 
 
 def of_recipe(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
-    """The command-line settings of a recipe's run."""
+    """Returns the overrides of a recipe's run."""
     values = shared(args, folder, run_dir) | {"data.system": "", "data.holdout": 0}
     return [*args.overrides, *(f"{key}={value}" for key, value in values.items())]
 
 
 def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
-    """The command-line settings of a case."""
+    """Returns the overrides of a case's run."""
     scheme, _, rollout = args.case.partition("-")
     prompts = args.batch // SAMPLES
     longest = PROMPT_LEN + args.response_len
@@ -174,7 +174,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
 
 
 def fitting(words: list[str], size: int | None) -> list[str]:
-    """`words`, and what else the plan advises where they do not fit the card."""
+    """Returns the overrides `words`, with those that the memory plan advises if the run does not fit the GPU."""
     if size is None:
         return words
     cfg = config.load(CONFIG, words)
@@ -187,7 +187,7 @@ def fitting(words: list[str], size: int | None) -> list[str]:
 
 
 def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:
-    """GiB by part of a card's plan; nothing without a card."""
+    """Returns the memory plan of a GPU, GiB by part; empty without a GPU."""
     if size is None:
         return {}
     _, plan = choose.settle(config.load(file, words), size)
@@ -200,20 +200,20 @@ def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:
 
 
 def unequal_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """(response tokens whose log-prob is another in the learner than in the sampler, those that were compared) of some
-    steps."""
+    """Counts, over some steps, (response tokens whose log-prob differs between learner and sampler, compared
+    tokens)."""
     wrong = sum(round(round(record["train/tokens"]) * (1.0 - record["mismatch/exact"])) for record in records)
     return wrong, sum(round(record["train/tokens"] * record["mismatch/checked"]) for record in records)
 
 
 def steps_done(run_dir: pathlib.Path) -> int:
-    """How many steps a run has recorded."""
+    """Counts the steps that a run has recorded."""
     file = run_dir / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def summary(run_dir: pathlib.Path) -> dict[str, Any]:
-    """What the steps after the first say; one that a process began with compiles, and counts for no mean."""
+    """Summarizes the steps after the first as means. The first step of every process compiles, and is left out."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first = records[0]
     steps = [record for record in records[1:] if "time/start_s" not in record] or records[1:]
@@ -228,6 +228,9 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "tokens_per_s": mean("time/tok_per_s"),
         "rollout_tokens_per_s": mean("time/rollout_tok_per_s"),
         "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in named},
+        "publish": {
+            key.removeprefix("time/publish/"): mean(key) for key in steps[0] if key.startswith("time/publish/")
+        },
         "tail": {
             name: mean(f"time/{name}_s") for name in ("rollout/tail", "rollout/idle", "update/hidden", "beside/update")
         },
@@ -246,7 +249,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
 
 
 def named(args: argparse.Namespace) -> models.ModelConfig:
-    """The shapes of a recipe's model, by its name; with fewer layers where the command says so."""
+    """Returns the shapes of a recipe's model, by its name, with `args.layers` layers if given."""
     with published.folder(config.load(args.recipe, args.overrides).model.path) as folder:
         return models.read_config(folder, **({"num_layers": args.layers} if args.layers else {}))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How long a call takes, and its result to be there."""
+"""Times calls, each until its result is there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 
 
 def seconds_of(call: Callable[[], Any], times: int) -> list[float]:
-    """Of each of `times` calls, one after the other; the first compiles."""
+    """Times `times` calls, one after the other, each until its result is there; the first compiles."""
     found = []
     for _ in range(times):
         started = time.perf_counter()

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a profiled step spent its time: kernels by total time, from the trace that `jax.profiler` wrote.
+"""Summarizes where a profiled step spent its time: kernels by total time, from the trace that `jax.profiler` wrote.
 
     python -m benchmarks.trace_summary RUN_DIR/profile [--top 25] [--by kind]
 
@@ -29,12 +29,12 @@ KINDS = (
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is, by its name."""
+    """Classifies a kernel by its name (GEMM, attention, copy, ...)."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.I)), "other")
 
 
 def newest(folder: str | pathlib.Path) -> pathlib.Path:
-    """The newest trace under a folder.
+    """Finds the newest trace under a folder.
 
     Raises:
       SystemExit: there is none.
@@ -46,7 +46,7 @@ def newest(folder: str | pathlib.Path) -> pathlib.Path:
 
 
 def totals(events: Iterable[dict[str, Any]]) -> tuple[collections.Counter[str], collections.Counter[str]]:
-    """Microseconds and calls per name, of the rows of devices if there are any; enclosing rows (steps) left out."""
+    """Sums microseconds and calls by kernel name, over device rows if there are any, without enclosing rows (steps)."""
     events = list(events)
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization-aware RL for LLMs in JAX: the policy that learns is the low-bit policy that samples.
 
-For a notebook, with what the commands are made of:
+In a notebook, these calls do what the commands do:
 
     import qarl_jax
 
@@ -13,7 +13,7 @@ For a notebook, with what the commands are made of:
         ours, theirs = session.score(groups)
         numbers = session.train_step()
 
-Each name is imported when it is asked for: `import qarl_jax` alone needs no JAX.
+Each name is imported on first use: `import qarl_jax` alone does not import JAX.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`qarl VERB ...`, or `python -m qarl_jax VERB ...`: runs a command; without one, lists them.
 
-A list imports none of them: it shows the first line of each one's module.
+The list imports no command: it parses each command's module and shows the first line of its docstring.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERBS = {
 
 
 def commands() -> list[str]:
-    """Two lines per verb: how it is called, and its purpose."""
+    """Returns two lines per verb: its command line and its purpose."""
     lines = []
     for module in VERBS.values():
         file = pathlib.Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")

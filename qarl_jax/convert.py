@@ -61,7 +61,7 @@ def convert(
 
 
 def join(files: Sequence[str | os.PathLike[str]], out: pathlib.Path, sha256: str | None = None) -> None:
-    """Writes `files`, one after the other, to `out`; a single file is linked. Checks the magic and the checksum.
+    """Concatenates `files` into `out`; a single file is symlinked. Checks the GGUF magic bytes and the checksum.
 
     Raises:
       UserError: a file missing or empty, not GGUF, or another checksum than `sha256`.

@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.doctor [FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
 
-Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config also
-what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. A config that samples
-with vLLM has it started, too, with a single layer of the model's width and random weights, which are published, read
-back and compared with the learner's (about thirty seconds; `--no-probe` leaves it out): whether the promises hold
-depends on the build of the engine that this machine gets. No weight of the model is read and nothing is left on disk.
-Exit code 0 if nothing failed, 2 otherwise.
+Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config, the
+model folder, tokenizer, quantized weights with their groups, and memory are checked, too. If the config samples with
+vLLM, one layer of random weights is published to a live vLLM, read back and compared with the learner's. This takes
+about thirty seconds (`--no-probe` leaves it out). It is needed because the promises depend on this machine's build of
+vLLM. No weight of the model is read and nothing is left on disk. Exit code 0 if nothing failed, 2 otherwise.
 
-Elsewhere torch and vLLM are looked up in the bridge's interpreter, by a subprocess that reads versions without
+The other checks look for torch and vLLM in the bridge's interpreter, by a subprocess that reads their versions without
 importing them.
 """
 
@@ -77,7 +76,7 @@ print(json.dumps({"python": platform.python_version(), "bridge": u.find_spec("qa
 
 
 def numerics(cfg: RunConfig | None) -> Check:
-    """The profile `quant.engine` resolves to here, and whether learner and sampler are aligned by it."""
+    """Checks which numerics profile `quant.engine` resolves to here, and whether it aligns learner and sampler."""
     engine = "auto" if cfg is None else cfg.quant.engine
     profile = (quant.resolve(engine) if cfg is None else cfg.numerics).profile
     found = f"quant.engine={engine} is {profile} here"
@@ -97,10 +96,10 @@ def numerics(cfg: RunConfig | None) -> Check:
 
 
 def probe(python: str) -> dict[str, str]:
-    """Versions in another interpreter.
+    """Returns the package versions of another Python interpreter, by package name.
 
     Raises:
-      UserError: it cannot be run, or says nothing sensible.
+      UserError: the interpreter cannot be run, or prints no JSON.
     """
     try:
         done = subprocess.run(
@@ -117,7 +116,7 @@ def probe(python: str) -> dict[str, str]:
 
 
 def bridge(cfg: RunConfig | None) -> Iterator[Check]:
-    """The interpreter that runs vLLM. It fails only for a run that samples with vLLM."""
+    """Checks the interpreter that runs vLLM. The check fails only for a run that samples with vLLM."""
     needed = cfg is not None and cfg.rollout.engine_name == "vllm"
     settings: Any = cfg.rollout.engine if cfg is not None and needed else None
     if needed and settings.endpoints:
@@ -169,7 +168,7 @@ def _existing_parent(path: pathlib.Path) -> pathlib.Path:
 
 
 def run_folder(cfg: RunConfig | None) -> Check:
-    """Write permission where the run writes; tried in the nearest folder that exists."""
+    """Checks that the run's folder can be written; tries its nearest parent that exists."""
     target = _run_dir(cfg)
     try:
         with tempfile.TemporaryFile(dir=_existing_parent(target)):
@@ -180,7 +179,7 @@ def run_folder(cfg: RunConfig | None) -> Check:
 
 
 def disk(cfg: RunConfig | None) -> Check:
-    """Space where the run writes. Too little for all checkpoints is a warning, too little for one a failure."""
+    """Checks disk space for checkpoints: too little for all of them is a warning, too little for one a failure."""
     free, needed = shutil.disk_usage(_existing_parent(_run_dir(cfg))).free, 0
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
@@ -197,7 +196,7 @@ def disk(cfg: RunConfig | None) -> Check:
 
 
 def trackers(cfg: RunConfig) -> Check:
-    """Looks for the packages of `log.trackers`; none is imported."""
+    """Checks that the packages of `log.trackers` are installed, without importing them."""
     lost = watched.missing(cfg.log.trackers)
     todo = f"run pip install 'qarl-jax[{','.join(lost)}]', or take {' and '.join(lost)} out of log.trackers"
     found = f"not installed: {', '.join(lost)}" if lost else ", ".join(cfg.log.trackers) or "none"
@@ -212,7 +211,7 @@ def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
 
 
 def model_folder(cfg: RunConfig) -> Check:
-    """config.json and the headers of the safetensors files: every tensor there in its shape, none left over."""
+    """Checks config.json and the safetensors headers: every tensor is there in its shape, and none is left over."""
     folders = {"model.path": cfg.model.path}
     if cfg.critic is not None and cfg.critic.path is not None:
         folders["critic.path"] = cfg.critic.path
@@ -234,7 +233,7 @@ def model_folder(cfg: RunConfig) -> Check:
 
 
 def adapters(cfg: RunConfig) -> Iterator[Check]:
-    """The adapters of policy and critic belong to their models; those of `init` are all there, and finite."""
+    """Checks that LoRA adapters fit the models of policy and critic; those of `init` must be complete and finite."""
     sections = {"lora": (cfg.lora, cfg.model.path)}
     if cfg.critic is not None:
         sections["critic.lora"] = cfg.critic.lora, cfg.critic.path or cfg.model.path
@@ -252,7 +251,7 @@ def adapters(cfg: RunConfig) -> Iterator[Check]:
 
 
 def positions(cfg: RunConfig) -> Check:
-    """The model has positions for prompt and response, and the engine can be started for it."""
+    """Checks that the model has positions for prompt and response, and that the engine can serve it."""
     model = build.model_config(cfg, cfg.quant.rollout_scheme, quant.resolve("plain"))  # JAX is asked for no device
     known = model.max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
@@ -268,7 +267,7 @@ def positions(cfg: RunConfig) -> Check:
 
 
 def tokenizer(cfg: RunConfig) -> Check:
-    """The tokenizer loads, has an end token, and its ids fit the model's vocabulary."""
+    """Checks that the tokenizer loads, has an end token, and its ids fit the model's vocabulary."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -287,7 +286,7 @@ def tokenizer(cfg: RunConfig) -> Check:
 
 
 def data_files(cfg: RunConfig) -> Check:
-    """The files that prompts come from; their rows are looked at when they are read."""
+    """Checks that the files of prompts exist; rows are checked when they are read."""
     sources = {"data.source": cfg.data.source} | ({"eval.data.source": cfg.eval.data.source} if cfg.eval.data else {})
     paths: dict[str, str] = {}
     for name, one in sources.items():
@@ -302,7 +301,7 @@ def data_files(cfg: RunConfig) -> Check:
 
 
 def rewards(cfg: RunConfig) -> Iterator[Check]:
-    """Programs of the user's: a reward, an environment. They are started, and called with nothing."""
+    """Checks that the reward and the environment start; neither is called."""
     starts: dict[str, Callable[[], Any]] = {"reward": lambda: build.make_grader(cfg)}
     if (environment := cfg.rollout.environment) is not None:
         starts["environment"] = lambda: Episodes(environment)
@@ -315,7 +314,7 @@ def rewards(cfg: RunConfig) -> Iterator[Check]:
 
 
 def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
-    """Counts the weights of each scheme, in learner and sampler, and lists those that do not fit theirs."""
+    """Counts the weights of each scheme, in learner and sampler; fails if a weight's shape does not fit its scheme."""
     sides = {"quantized": cfg.quant.forward}
     if cfg.quant.rollout_scheme != cfg.quant.forward:
         sides = {"quantized (learner)": cfg.quant.forward, "quantized (sampler)": cfg.quant.rollout_scheme}
@@ -345,7 +344,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
 
 
 def mesh(cfg: RunConfig) -> Check:
-    """The mesh fits the devices; those of one process here, where the run has several."""
+    """Checks that the mesh fits the devices; in a run of several processes, the devices of this process."""
     if cfg.distributed.is_on:
         sizes, here = dataclasses.asdict(cfg.mesh), jax.device_count()
         found = (
@@ -363,14 +362,14 @@ def mesh(cfg: RunConfig) -> Check:
 
 
 def engines(cfg: RunConfig) -> Iterator[Check]:
-    """The engines of each process, where the run has several; the probe of `live_engine` is of this host alone."""
+    """Reports the engines of each process of a multi-process run; `live_engine` probes this host alone."""
     for found in description.engines(cfg):
         known = processes.planned(cfg.distributed) > 1
         yield check("engines", known, found, "set distributed.num_processes, beside coordinator=auto too", "warn")
 
 
 def memory_plan(cfg: RunConfig) -> Check:
-    """Compares the bytes of the fullest moment with the device, or with the host's memory on a CPU."""
+    """Compares the run's peak memory with the GPU's, or with the host's memory on a CPU."""
     size = plan.capacity()
     if size is not None:
         try:
@@ -391,8 +390,8 @@ def memory_plan(cfg: RunConfig) -> Check:
 
 
 def one_layer(cfg: RunConfig) -> PolicyWeights:
-    """Random weights of the model's widths under the sampler's scheme: layers up to the first that shows it whole, a
-    short vocabulary and few experts."""
+    """Returns random weights of the model's widths under the sampler's scheme, for a probe. Vocabulary and experts are
+    few; the layers end with the first that has the most quantized matrices."""
     full = build.model_config(cfg, cfg.quant.rollout_scheme, attention=cfg.model.attention)
     quantized = [sum(bool(scheme) for scheme in full.signature(layer)[1:]) for layer in range(full.num_layers)]
     shown = quantized.index(max(quantized))
@@ -411,8 +410,8 @@ def one_layer(cfg: RunConfig) -> PolicyWeights:
 
 
 def live_engine(cfg: RunConfig) -> Iterator[Check]:
-    """Starts the run's engine on this machine and checks it: its build and profile by name, one layer published and
-    read back, and that layer's outputs against the learner's."""
+    """Starts the run's engine on this machine and checks it with one layer of random weights. The layer is published
+    and read back, and its outputs are compared with the learner's."""
     settings = dataclasses.replace(
         cfg.rollout.engine,
         max_model_len=2 * len(PROBE_PROMPT),
@@ -476,8 +475,8 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
 
 
 def before_a_run(cfg: RunConfig) -> Iterator[Check]:
-    """Yields checks of what keeps a run from starting: those that take seconds, from cheap to dear. JAX is asked for
-    no device."""
+    """Yields the checks, of seconds each, that a run makes before it starts, the cheapest first. JAX initializes no
+    device."""
     yield (folder := run_folder(cfg))
     yield trackers(cfg)
     yield data_files(cfg)
@@ -493,7 +492,7 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
 
 
 def ask(lines: Iterable[Check]) -> None:
-    """Warns of what checks find, or refuses it; a run asks `before_a_run` before anything is started or compiled.
+    """Logs the checks that warn, and stops at one that fails. A run passes `before_a_run` before anything is started.
 
     Raises:
       UserError: a check failed.
@@ -507,7 +506,7 @@ def ask(lines: Iterable[Check]) -> None:
 
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
-    """Yields the checks that take longer, or the devices."""
+    """Yields the checks of a config that are slow or need the devices."""
     if model_folder(cfg).status != "fail":
         weights = list(quantized_weights(cfg))
         yield from weights
@@ -535,11 +534,11 @@ def _can_be_probed(cfg: RunConfig) -> bool:
 def examine(
     cfg: RunConfig | None = None, *, probes: bool = True, tell: Callable[[str], None] = lambda line: None
 ) -> Iterator[Check]:
-    """All checks, in the order of the report.
+    """Yields all checks, in the order of the report.
 
     Args:
-      probes: start the engine too, where nothing before has failed.
-      tell: called with a line before what takes long.
+      probes: start the engine too, if no check before has failed.
+      tell: called with a line of text before a slow check.
     """
     failed = False
     for line in _machine_and_config(cfg):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.evaluate FILE | --checkpoint RUN [section.field=value ...]`: how good a policy is.
 
-Its data is data that the policy was not trained on; `run/evaluation.py` has the options.
+Evaluates on prompts that the policy was not trained on. `run/evaluation.py` defines the options.
 """
 
 from qarl_jax.run.evaluation import main

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that carry their reduction in their type.
+"""Metric types for accumulation over micro-batches: each type defines how two partial results are merged.
 
-A `Mean` is an unreduced sum and its denominator, a `Max` a running maximum. Accumulating micro-batches is `merge(a, b)`
-and equals computing the metric on the whole batch; the division happens once, in the logger.
+A `Mean` is an unreduced sum and its denominator, a `Max` a running maximum. `merge(a, b)` of two micro-batches' metrics
+equals the metrics of the whole batch; a mean's division happens once, when its `value` is read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PERF = "perf/"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A ratio of two sums.
+    """A weighted mean, kept as two sums until `value` divides them.
 
     Attributes:
       total: float32 scalar, the sum of what is averaged.
-      count: float32 scalar, the sum of its weights (0 is allowed: `value` is then 0).
+      count: float32 scalar, the sum of the weights (0 is allowed: `value` is then 0).
     """
 
     total: Any
@@ -35,7 +35,7 @@ class Mean:
 
     @property
     def value(self) -> jax.Array:
-        """total / count, and 0 where nothing was counted."""
+        """The mean as a float32 scalar: total / count, or 0 if count is 0."""
         count = jnp.asarray(self.count, jnp.float32)
         return jnp.where(count > 0, jnp.asarray(self.total, jnp.float32) / jnp.where(count > 0, count, 1.0), 0.0)
 
@@ -46,13 +46,13 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Max:
-    """A maximum over everything seen; merging takes the larger one. `value` is a float32 scalar."""
+    """A running maximum; merging two takes the larger one."""
 
     maximum: Any
 
     @property
     def value(self) -> jax.Array:
-        """float32 scalar."""
+        """The maximum as a float32 scalar."""
         return jnp.asarray(self.maximum, jnp.float32)
 
     def __add__(self, other: Max) -> Max:
@@ -62,13 +62,13 @@ class Max:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts per bin of a histogram, int32 [bins]; merging adds them. Not a number: `values` leaves it out."""
+    """Counts per bin of a histogram, int32 [bins]; merging adds them. `values` leaves histograms out."""
 
     counts: Any
 
     @property
     def value(self) -> jax.Array:
-        """int32 [bins]."""
+        """The counts, int32 [bins]."""
         return jnp.asarray(self.counts, jnp.int32)
 
     def __add__(self, other: Counts) -> Counts:
@@ -78,13 +78,13 @@ class Counts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """An array [B, T] per micro-batch, in order; merging strings them together. Not a number either."""
+    """Arrays [B, T], one per micro-batch in order; merging appends them. `values` leaves them out."""
 
     parts: tuple[Any, ...]
 
     @property
     def value(self) -> jax.Array:
-        """[sum of B, T], the micro-batches one below the other."""
+        """The arrays concatenated along the batch axis, [sum of B, T]."""
         return jnp.concatenate(self.parts)
 
     def __add__(self, other: Rows) -> Rows:
@@ -95,7 +95,7 @@ Metric = Mean | Max | Counts | Rows
 
 
 def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics of two disjoint parts of a batch -> metrics of their union. Keys may differ."""
+    """Merges the metrics of two disjoint parts of a batch into the metrics of their union. Keys may differ."""
     out = dict(a)
     for key, value in b.items():
         out[key] = out[key] + value if key in out else value  # type: ignore[operator]
@@ -103,16 +103,16 @@ def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> Mean:
-    """Mean of `x` where `mask`; masked entries may hold NaN. Shapes are equal; the sums are float32."""
+    """Returns the mean of `x` where `mask` is true; other entries may be NaN. Shapes are equal; sums are float32."""
     return Mean(jnp.where(mask, x, 0.0).astype(jnp.float32).sum(), mask.astype(jnp.float32).sum())
 
 
 def masked_max(x: jax.Array, mask: jax.Array) -> Max:
-    """Maximum of `x` where `mask`, both [B, ...]; 0 where nothing is.
+    """Returns the maximum of `x` where `mask` is true, both [B, ...]; 0 if `mask` is false everywhere.
 
-    Devices exchange sums in float32 alone: of rows' maxima, each in a place of its own, and of the mask. XLA combines
-    them with the sums of gradients and metrics into one all-reduce. All-reduces of other kinds have no order among the
-    collectives of a loop beside them: on simulated CPU devices, two devices then wait for each other for ever.
+    Devices exchange float32 sums only: each row's maximum has an entry of a vector, and the vectors are added. XLA
+    combines these sums with those of gradients and metrics into one all-reduce. A max-all-reduce would have no order
+    among the other collectives of a loop: on simulated CPU devices, two devices then wait for each other forever.
     """
     rows = jnp.where(mask, x, -jnp.inf).astype(jnp.float32).reshape(len(x), -1).max(1, initial=-jnp.inf)
     top = jnp.where(jnp.eye(len(x), dtype=bool), rows[None, :], 0.0).sum(1).max(initial=-jnp.inf)
@@ -120,22 +120,22 @@ def masked_max(x: jax.Array, mask: jax.Array) -> Max:
 
 
 def values(metrics: dict[str, Metric]) -> dict[str, float]:
-    """The reduced numbers, fetched to the host. Histograms have their own function."""
+    """Fetches the `Mean` and `Max` metrics to the host, as floats. `histograms` fetches histograms."""
     reduced = jax.device_get({key: metric.value for key, metric in metrics.items() if isinstance(metric, Mean | Max)})
     return {key: float(value) for key, value in reduced.items()}
 
 
 def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:
-    """The histograms among the metrics, fetched to the host."""
+    """Fetches the histograms (`Counts`) among the metrics to the host: counts per bin."""
     counts = jax.device_get({key: metric.value for key, metric in metrics.items() if isinstance(metric, Counts)})
     return {key: [int(n) for n in value] for key, value in counts.items()}
 
 
 def phases(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the seconds of each phase of a step's record by its name: `time/NAME_s`. They sum to `time/step_s`.
+    """Returns the seconds of each phase of a step, from its record's keys `time/NAME_s`. They sum to `time/step_s`.
 
-    Names with a further slash are of what went on beside (`time/beside/`) or made up a phase (`time/publish/`);
-    `ahead_` and `start_` are of other steps' sampling and of the run's start.
+    Left out: concurrent work (`time/beside/`), parts of a phase (`time/publish/`), sampling for other steps (`ahead_`)
+    and the run's start (`start_`).
     """
     names = {key: key.removeprefix(TIME).removesuffix("_s") for key in record if key.startswith(TIME)}
     none = {"step", "start", "rollout_tok_per", "tok_per"}

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises.
 
-The ladder is `verify/ladder.py`. With `--at RUN/first_mismatch.jsonl`: which block makes that token's log-prob differ
-(`verify/first_mismatch.py`). With `--modes`: whether an engine computes the same op by op and in CUDA graphs
-(`verify/modes.py`).
-Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
+The ladder is a list of checks of learner against engine: grids, layers, tokens (`verify/ladder.py`).
+`--at RUN/first_mismatch.jsonl` names the model's block in which the recorded token starts to differ
+(`verify/first_mismatch.py`). `--modes` compares an eager engine with one in CUDA graphs (`verify/modes.py`).
+Exit code 0: all promises are kept, 1: one is broken, 2: the comparison could not run."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@
 
 Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms or tokens <out>/ratios.png and
 <out>/probabilities.png. <out> is the run's folder, and for several runs figures/. A run in whose folder the output of
-`evaluate --view ... --json` lies as views.jsonl has <out>/views_<run>.png besides: its accuracy in each view.
+`evaluate --view ... --json` is saved as views.jsonl also gets <out>/views_<run>.png: accuracy in each view.
 
-Curves: one panel per question a run raises, one colour per run. The faint line is what was measured, the strong one its
-running mean. A panel that no run has a number for, or only zeros, is left out. Held-out evaluations stand at the
-version that was evaluated. Ratios: by the sign of A, summed over each run's last steps. Probabilities: the tokens of
-samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them.
+curves.png has one panel per topic and one colour per run. The faint line is the measurement, the strong one its running
+mean. A panel is left out if no run has a number other than zero for it. A held-out evaluation is drawn at the version
+that was evaluated. ratios.png: histograms of log-ratios by the sign of the advantage, over each run's last steps.
+probabilities.png: the tokens of samples.jsonl, in the manner of figures 4 and 5 of QaRL (arXiv 2604.07853).
 
 The figures need matplotlib (`pip install qarl-jax[plot]`); the report is written without it, too.
 """
@@ -41,7 +41,7 @@ STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 
 class NoMatplotlibError(UserError):
-    """Figures cannot be drawn here."""
+    """Matplotlib is not installed, so no figure can be drawn."""
 
 
 def _blank(width: float, height: float) -> Any:
@@ -75,10 +75,10 @@ def _with_legend(fig: Any, names: Sequence[str]) -> Any:
 
 
 def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> Any:
-    """The figure with every panel in which some run has a number other than zero.
+    """Draws the curves of runs: a panel for each chart in which some run has a number other than zero.
 
     Args:
-      runs: at most seven read well.
+      runs: the runs; more than seven share colours.
       window: steps of the running mean.
       extra: more metrics, a panel each.
 
@@ -114,7 +114,7 @@ HISTOGRAMS: tuple[tuple[str, str], ...] = (
 
 
 def load_histograms(path: str | Path, last: int = 50) -> dict[str, list[int]]:
-    """A run's histograms summed over its last steps: name ("ratio_pos") -> counts; empty where none were recorded."""
+    """Loads a run's histograms, summed over its last steps: name ("ratio_pos") -> counts; empty if it has none."""
     out: dict[str, list[int]] = {}
     for record in lines_of(folder_of(path), "histograms.jsonl")[-last:]:
         for key, counts in record.items():
@@ -125,10 +125,10 @@ def load_histograms(path: str | Path, last: int = 50) -> dict[str, list[int]]:
 
 
 def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
-    """Histograms of log-ratios: a row per quantity, a column per sign of the advantage, a colour per run.
+    """Draws histograms of log-ratios: a row per quantity, a column per sign of the advantage, a colour per run.
 
     Args:
-      runs: run name -> `load_histograms`.
+      runs: run name -> the result of `load_histograms`.
 
     Raises:
       UserError: matplotlib is missing.
@@ -155,12 +155,12 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
 
 
 def load_tokens(path: str | Path, last: int = 50) -> dict[str, list[float]]:
-    """`tokens_of` a run's samples.jsonl."""
+    """Loads the logged tokens of a run's samples.jsonl, in the form that `tokens_of` returns."""
     return tokens_of(lines_of(folder_of(path), "samples.jsonl"), last)
 
 
 def tokens_of(samples: Sequence[Mapping[str, Any]], last: int = 50) -> dict[str, list[float]]:
-    """Logged tokens of a run's last steps, those left out whose numbers are not finite.
+    """Collects the logged tokens of a run's last steps; tokens without a finite log-prob are left out.
 
     Returns:
       `old` and `now`, log-probs under the learner at the start of a step and in the response's last update, and
@@ -181,7 +181,7 @@ def tokens_of(samples: Sequence[Mapping[str, Any]], last: int = 50) -> dict[str,
 
 
 def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any:
-    """Per run: the density of tokens over (probability before, after), and their ratio by the probability before.
+    """Draws two panels per run: density of tokens over (probability before, after), and after / before against before.
 
     Args:
       runs: run name -> `tokens_of` its samples; runs without tokens are left out.
@@ -218,10 +218,10 @@ def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any
 
 
 def view_figure(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Accuracy of one policy in each view, and by difficulty, with intervals of 95 %; a row of axes per suite.
+    """Draws one policy's accuracy per evaluation view and per difficulty, with 95 % intervals; a row of axes per suite.
 
     Args:
-      name: of the run. rows: what `evaluate --view NAME,... --json` printed, a line each.
+      name: name of the run. rows: the JSON objects that `evaluate --view NAME,... --json` printed.
 
     Raises:
       UserError: matplotlib is missing.
@@ -287,7 +287,7 @@ def draw(paths: Sequence[str], out: Path, *, window: int = 5, extra: Sequence[st
 
     Args:
       paths: the runs. window: steps of the running mean. extra: metrics to show besides.
-      steps: of each run, whose samples the report shows.
+      steps: number of steps per run whose samples the report shows.
 
     Raises:
       UserError: a run cannot be read, or `out` not be written.
@@ -317,7 +317,7 @@ def draw(paths: Sequence[str], out: Path, *, window: int = 5, extra: Sequence[st
 
 
 def leave(run_dir: str) -> None:
-    """Draws a finished run into its own folder. What goes wrong is told, and ends nothing."""
+    """Draws a finished run into its folder. An error is logged as a warning and not raised."""
     try:
         draw([run_dir], Path(run_dir))
     except Exception as error:

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.sft FILE [section.field=value ...]`: supervised fine-tuning on prompts and answers.
 
-The same learner, optimizers and low-bit forward as RL, with the negative log-likelihood of the answer tokens as the
-objective. It makes the starting policy of an RL run: from a model folder (`model.path`), or from random weights
+It uses RL's learner, optimizers and low-bit forward pass; the objective is the negative log-likelihood of the answer
+tokens. It makes the starting policy of an RL run: from a model folder (`model.path`), or from random weights
 (`model.init`, a Hugging Face config) with a character tokenizer (`tokenizer.alphabet`) where nothing can be downloaded.
 
 The result is a Hugging Face folder (config.json, bfloat16 safetensors, tokenizer), or with `lora` a PEFT folder. If
-`out` already holds the result of the same resolved config, nothing is done: `make quickstart` can be run again at no
-cost.
+`out` holds the result of an equal resolved config already, nothing is done: `make quickstart` can be repeated.
 """
 
 from __future__ import annotations
@@ -64,12 +63,13 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """The length of the training.
+    """The length of the training and the size of its batches.
 
     Attributes:
       updates: optimizer updates.
       rows: examples per update.
-      row_len: tokens per row.
+      row_len: tokens per row (a row holds one example).
+      log_every: updates between printed losses.
     """
 
     updates: int = 100
@@ -85,11 +85,11 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The run.
+    """The config of a fine-tuning run.
 
     Attributes:
       out: folder for the result.
-      quant: forward scheme while training; "bf16": none.
+      quant: scheme of the forward pass; "bf16": no quantization.
       lora: adapters that learn on the frozen model of model.path; `out` is then a PEFT folder, for a run's `lora.init`.
     """
 
@@ -121,7 +121,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """Mean negative log-likelihood of the response tokens, in the interface of an objective."""
+    """An objective for `Learner`: the mean negative log-likelihood of the response tokens."""
 
     denominator: str = "tokens"
 
@@ -131,10 +131,10 @@ class NegativeLogLikelihood:
 
 
 def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: int) -> TrainBatch:
-    """Puts each example into a row of its own: numpy arrays [len(examples), row_len].
+    """Pads each example to one row of a batch of numpy arrays [len(examples), row_len].
 
     Args:
-      examples: per example, its tokens, and whether each of them is learned.
+      examples: per example, its token ids, and per token whether it is trained on.
       row_len: tokens of a row; shorter examples are padded.
 
     Raises:
@@ -161,24 +161,24 @@ def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: i
 
 
 def fingerprint(cfg: Config) -> str:
-    """Hash of the resolved config: two equal ones make the same model."""
+    """Returns a hash of the resolved config; configs of equal hashes make equal models."""
     return made.fingerprint(cfg, absent=["lora"])  # folders made before there were adapters
 
 
 def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -> tuple[list[int], list[bool]]:
-    """The tokens of a prompt and its answer, and whether each of them is learned."""
+    """Returns the token ids of a prompt with its answer, and per token whether it is trained on."""
     said = [*tokenizer.encode(answer, add_special_tokens=False), stop]
     return [*prompt.tokens, *said], [False] * len(prompt.tokens) + [True] * len(said)
 
 
 def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str]:
-    """The answers that the data has."""
+    """Returns the prompts' reference answers, as the data has them."""
     del rng
     return [prompt.answer for prompt in prompts]
 
 
 def run(cfg: Config, answers: Answers = own_answers) -> None:
-    """Trains and writes the folder."""
+    """Trains the model and writes it to the folder `cfg.out`."""
     made.check_ours(cfg.out, RECEIPT)
     with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
         _run(cfg, answers, staging)

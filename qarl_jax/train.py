@@ -7,14 +7,14 @@
              publish(v + 1) <- quantize <- optimizer <- STE gradient <- loss <- low-bit forward <-+
 
 Step n consumes completions drawn under version n and publishes version n + 1. Everything random is a function of
-(seed, step), and the whole state is in the checkpoint, so that a killed run started again with the same command goes
-on as if nothing had happened. Ctrl-C and SIGTERM finish or drop the step in hand, save, and exit with 0.
+(seed, step), and the whole state is in the checkpoint. So the same command continues a killed run as if nothing had
+happened. Ctrl-C and SIGTERM finish or drop the step in hand, save, and exit with 0.
 
-Over several hosts the same command is started once per process (`runtime/processes.py`): all go through this file in
-step, and what leaves the program (files, rewards, the view) is the first one's.
+Over several hosts the same command is started once per process (`runtime/processes.py`). All processes run this file
+in step; the first one alone writes files, computes rewards and shows the live view.
 
-Exit codes: 0 done or interrupted after saving; 1 an error of ours, a diverged run, or the end of another process of the
-run; 2 a mistake in the input, told in one sentence.
+Exit codes: 0 done or interrupted after saving; 1 an internal error, a diverged run, or the end of another process of
+the run; 2 a mistake in the input, explained in one sentence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DRY_RUN = (
 
 
 def run(cfg: RunConfig, prompts: Prompts) -> None:
-    """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
+    """Trains from the last checkpoint, or from the start, until `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
         run = Run(cfg, prompts, stack)
         observer, checkpoints, timer = run.observer, run.checkpoints, run.timer
@@ -118,7 +118,7 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
 
 
 def profiled(cfg: RunConfig, step: int) -> contextlib.AbstractContextManager[Any]:
-    """Under `train.profile_steps` a step leaves a trace of the devices in the run's folder."""
+    """Returns a context that writes a JAX profiler trace to RUN/profile if `step` is in `train.profile_steps`."""
     if step in cfg.train.profile_steps and processes.is_first():
         return jax.profiler.trace(os.path.join(cfg.run_dir, "profile"))
     return contextlib.nullcontext()
@@ -158,11 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
-    """Prints the resolved config and the plans, for GPUs that need not be here; returns the exit code.
+    """Prints the resolved config and the memory plan, also for GPUs that this machine lacks; returns the exit code.
 
     Args:
-      gpus: how many; None: those that are here.
-      size: bytes of each; None: as the first that is here.
+      gpus: number of GPUs; None: those of this machine.
+      size: bytes of memory of each; None: as this machine's first GPU.
     """
     if gpus is not None:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
@@ -188,7 +188,7 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
 
 
 def print_plan(cfg: RunConfig, made: plan.Plan | None, lines: list[tuple[str, str]]) -> None:
-    """Prints the numbers of a run, those of its prompts (`lines`), and the plan of its device, if there is one."""
+    """Prints a run's sizes, its prompts' description (`lines`), and its memory plan, if there is one."""
     print(description.describe(cfg, lines))
     if made is not None:
         print("\n".join(made.lines()))

@@ -39,7 +39,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Response tokens [start, end) were drawn under policy `version`.
+    """A span of response tokens, [start, end), that were drawn under policy `version`.
 
     Example: VersionSpan(version=3, start=0, end=17).
     """
@@ -51,9 +51,9 @@ class VersionSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Response tokens [start, end) were drawn by the policy, as one turn; what stands between turns is observed.
+    """One turn of an episode: the policy drew response tokens [start, end). The environment wrote those between turns.
 
-    `reward`: what the environment gave for it; in a graded group the turn's share of the response's reward.
+    `reward`: the environment's reward for the turn; in a graded group the turn's share of the response's reward.
     """
 
     start: int
@@ -71,15 +71,15 @@ class Completion:
 
     Attributes:
       prompt_tokens: token ids of the prompt.
-      tokens: token ids of the response, the end-of-sequence token included when it was drawn. Between turns: what the
-        environment said.
+      tokens: token ids of the response, the end-of-sequence token included when it was drawn. Between
+        turns: the environment's text.
       logprobs: [len(tokens)] float32, log-probability of each response token under the sampler's distribution, after
         temperature, and at top_p = 1 exactly the distribution drawn from. 0 for what was not drawn.
       finish_reason: "stop" (an end token was drawn; of several turns: the environment was done), "length" (a limit was
         hit) or "abort" (unfinished, or its environment failed: there is nothing to grade or to train on).
       versions: policy versions the tokens were drawn under, in order, covering all that were drawn.
       routed_experts: optional [len(prompt)+len(tokens)-1, layers, top_k] expert ids (MoE engines that record them).
-      turns: where an environment answers (`rollout.environment`), what the policy drew; empty: all of it, in one turn.
+      turns: with an environment (`rollout.environment`), the spans that the policy drew; empty: it drew all tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -92,7 +92,7 @@ class Completion:
 
     @property
     def drawn(self) -> np.ndarray:
-        """[len(tokens)] bool: the tokens that the policy drew, which alone are trained on."""
+        """The mask, [len(tokens)] bool, of the tokens that the policy drew; only these are trained on."""
         mask = np.full(len(self.tokens), not self.turns)
         for turn in self.turns:
             mask[turn.start : turn.end] = True
@@ -100,7 +100,7 @@ class Completion:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version any token was drawn under."""
+        """The oldest policy version under which a token was drawn."""
         return min((span.version for span in self.versions), default=0)
 
 
@@ -108,7 +108,7 @@ class Completion:
 class Prompt:
     """One task to answer. Example: Prompt(uid="chain_sum/17", tokens=(12, 10), text="1+2=", answer="3", meta={}).
 
-    `messages` are what is asked as chat messages, before a template renders them to `text`; empty: not known.
+    `messages`: the prompt as chat messages, before the chat template renders them to `text`; empty: not known.
     """
 
     uid: str
@@ -153,8 +153,8 @@ class TrainBatch:
       segment_ids: [B, T] int32, 1.. per row, 0 = padding.
       loss_mask: [B, T] bool, response tokens that the policy drew (`Completion.drawn`), so there may be holes.
       rollout_logprobs: [B, T] float32, what the sampler reported; 0 elsewhere.
-      advantages: [B, T] float32, broadcast over each response, or each turn of it; 0 elsewhere. With a critic: its
-        reward, until the critic has put an advantage per token there (`critic.Critic.judge`).
+      advantages: [B, T] float32, broadcast over each response, or each turn of it; 0 elsewhere. With a critic:
+        the response's reward, until `critic.Critic.judge` replaces it by an advantage per token.
       routed_experts: [B, T, L, k] int16, the experts the sampler sent each position to in each of the L layers; -1: not
         recorded, the model's own choice is taken. None where no choice is replayed.
     """
@@ -212,11 +212,11 @@ class UserError(Exception):
 
 
 class AbsentError(UserError):
-    """Something that is not on this machine: a file, a folder, a package. A dry run makes its plan without it."""
+    """A file, folder or package that is not on this machine. A dry run makes its plan without it."""
 
 
 def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
-    """Refuses a config of which a field is below `least`, or NaN; None passes. `note`: behind the sentence."""
+    """Raises `UserError` if a field of `config` is below `least` or NaN; None passes. `note` ends the message."""
     for field in fields:
         value = getattr(config, field)
         if value is not None and not value >= least:
@@ -224,14 +224,14 @@ def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " Did you mean X?", X being a known word that contains `word`, else the closest; empty where none is close."""
+    """Returns " Did you mean X?" for the known word that contains `word`, else the closest; "" if none is close."""
     known = list(known)
     near = [k for k in known if len(word) > 2 and word.lower() in k] or difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_model_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuses a path that is no folder; a name on the Hugging Face Hub is told how it becomes one."""
+    """Raises `UserError` if `folder` is no folder; for a Hugging Face Hub name the message says how to download it."""
     folder = os.fspath(folder)
     if os.path.isdir(folder):
         return
@@ -249,7 +249,7 @@ def check_model_folder(folder: str | os.PathLike[str]) -> None:
 
 
 class DivergedError(RuntimeError):
-    """A run that cannot go on, through nobody's mistake in the input: its loss or gradient is not finite."""
+    """The run diverged: its loss or gradient is not finite."""
 
 
 class _Warnings(logging.Handler):
@@ -260,19 +260,19 @@ class _Warnings(logging.Handler):
 
 
 def command(verb: str) -> str:
-    """Words the command that runs a verb, as the user types it: "qarl train" or "python -m qarl_jax.train"."""
+    """Returns the command that runs a verb, as the user types it: "qarl train" or "python -m qarl_jax.train"."""
     if os.path.basename(sys.argv[0]) == "qarl":
         return f"qarl {verb}"
     return f"python -m qarl_jax{'.' if importlib.util.find_spec(f'qarl_jax.{verb}') else ' '}{verb}"
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line with a config and settings on it (section.field=value), which are easily written among options.
+    """A parser of command lines with a config file and overrides (section.field=value), in any order among options.
 
     Args:
       verb: the command's name: "train" is called as `qarl train` or `python -m qarl_jax.train`.
-      config: help for the config, which `[--config] FILE` names.
-      needed: refuse a command line without one.
+      config: help text of `[--config] FILE`.
+      needed: refuse a command line without a config.
     """
 
     def __init__(self, verb: str, *, config: str, needed: bool = False, **options: Any):
@@ -312,9 +312,9 @@ at_error: list[Callable[[int], None]] = []
 
 
 def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Decorates `main(argv) -> exit code`: what the user can fix is told on stderr, with exit code 2; warnings too.
+    """Decorates `main(argv) -> exit code`: a `UserError` is printed to stderr, with exit code 2.
 
-    A run that diverged is told likewise, with exit code 1.
+    A `DivergedError` is printed with exit code 1. Warnings of the project's loggers go to stderr, too.
     """
 
     @functools.wraps(main)

@@ -153,10 +153,12 @@ def test_a_step_that_a_process_began_with_counts_for_no_mean(tmp_path):
     seconds = ((9.0, True), (1.0, False), (9.0, True), (2.0, False))
     records = [counted | {"time/step_s": s} | ({"time/start_s": 5.0} if began else {}) for s, began in seconds]
     records[2]["mismatch/max_abs"] = 0.25
+    records[1]["time/publish/load_s"], records[3]["time/publish/load_s"] = 3.0, 5.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = step_gpu.summary(tmp_path)
     assert (found["seconds"]["step"], found["first_step_s"], found["updates"]) == (1.5, 9.0, 8)
     assert found["max_abs"] == 0.25
+    assert found["publish"] == {"load_s": 4.0}
 
 
 @pytest.mark.vllm

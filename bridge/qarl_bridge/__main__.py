@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_bridge`: see process.py."""
+"""Runs `python -m qarl_bridge`: calls `cli.main` and exits with its code."""
 
 import os
 import sys

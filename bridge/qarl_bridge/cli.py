@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge as a process: its command line, its model folder, its end. `python -m qarl_bridge --help`."""
+"""The command `python -m qarl_bridge`: reads options and the model folder, starts the engine, and serves a trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from qarl_bridge.transport.zeromq import Listener
 
 
 def read_folder(path: str) -> tuple[dict[str, Any], dict[str, messages.Expected], bool]:
-    """(config.json, expected tensors, whether the folder holds weights).
+    """Reads a model folder: (config.json, expected tensors by name, whether the folder holds weights).
 
     The tensors come from the safetensors headers, or, for a folder without weights, from its tensors.json.
     """
@@ -58,9 +58,9 @@ def read_folder(path: str) -> tuple[dict[str, Any], dict[str, messages.Expected]
 
 
 def _watch_parent(pid: int, on_death: Callable[[], None]) -> None:
-    """Stop when the trainer that started this bridge is gone.
+    """Starts a thread that stops the bridge once its parent process, the trainer, is gone.
 
-    Polling getppid rather than PR_SET_PDEATHSIG: the latter fires when the *thread* that spawned us ends.
+    It polls getppid. PR_SET_PDEATHSIG would fire when the *thread* that spawned the bridge ends.
     """
 
     def loop() -> None:
@@ -74,7 +74,7 @@ def _watch_parent(pid: int, on_death: Callable[[], None]) -> None:
 
 
 def _use_as_temporary(folder: str) -> None:
-    """The temporary directory of this process and its children, but for what is worth keeping: compiled code."""
+    """Sets the temporary directory of this process and its children. TorchInductor's cache of compiled code stays."""
     kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -86,12 +86,12 @@ def _log(line: str) -> None:
 
 
 def _told(error: BridgeError) -> str:
-    """Makes one line of an error of any number of lines: a trainer looks for it in the log."""
+    """Formats an error as one line, which the trainer looks for in the bridge's log."""
     return f"error: {' '.join(str(error).split())}"
 
 
 def _adopt_folder(bridge: Bridge, engine: Engine, path: str) -> None:
-    """Makes a folder's weights a base that trainers may publish adapters over."""
+    """Registers a model folder's weights as a base version, so that a trainer may publish adapters alone."""
     version = messages.Version(run_id="initial", incarnation=0, step=0)
     tensors = folder.tensors(path, engine.expected)
     staged = sender.stage(tensors, version=version, model=engine.facts.model, scheme=engine.facts.scheme)
@@ -102,7 +102,7 @@ def _adopt_folder(bridge: Bridge, engine: Engine, path: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Command line of `python -m qarl_bridge`."""
+    """Builds the argument parser of `python -m qarl_bridge`."""
     parser = argparse.ArgumentParser(
         prog="python -m qarl_bridge", description="Owns one vLLM engine for a qarl_jax trainer."
     )
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a bridge; returns the exit code (0 stopped, 2 user error, 3 engine failed)."""
+    """Runs a bridge until it is stopped; returns the exit code (0 stopped, 2 user error, 3 engine failed)."""
     args = build_parser().parse_args(argv)
     try:
         options = messages.EngineOptions.from_json(args.options)

@@ -38,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def grid(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zero points [N, K/G] of a weight [N, K]."""
+    """Computes scales and zero points, each [N, K/G], of a weight [N, K]."""
     parts = w.reshape(w.shape[0], -1, group)
     high, low = parts.amax(-1).clamp(min=0), parts.amin(-1).clamp(max=0)
     scales = ((high - low) / (2**bits - 1)).clamp(min=1e-12)
@@ -46,18 +46,18 @@ def grid(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Te
 
 
 def on_grid(w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest values of the grid; all of one shape."""
+    """Rounds a weight to the nearest values of its grid; all arguments have one shape."""
     return (torch.clamp(torch.round(w / scales) + zeros, 0, 2**bits - 1) - zeros) * scales
 
 
 def nearest(w: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """A weight [N, K] rounded to nearest."""
+    """Rounds a weight [N, K] to nearest."""
     scales, zeros = (x.repeat_interleave(group, 1) for x in grid(w, bits, group))
     return on_grid(w, scales, zeros, bits)
 
 
 def gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_order: bool) -> torch.Tensor:
-    """A weight [N, K] after GPTQ with a Hessian [K, K]; float64."""
+    """Quantizes a weight [N, K] by GPTQ with a Hessian [K, K], in float64."""
     w, hessian = w.double(), hessian.clone()
     scales, zeros = (x.repeat_interleave(group, 1) for x in grid(w, bits, group))
     dead = hessian.diagonal() == 0
@@ -85,7 +85,7 @@ def gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, act_orde
 
 @torch.no_grad()
 def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood of rows [H, T], first tokens apart."""
+    """Computes the perplexity of rows [H, T]: exp of the mean negative log-likelihood, without first tokens."""
     total = 0.0
     for row in rows.split(4):
         logps = torch.log_softmax(model(row, use_cache=False).logits[:, :-1].float(), -1)
@@ -94,12 +94,12 @@ def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
 
 
 class ReachedError(Exception):
-    """Ends a forward pass whose first layer has been reached."""
+    """Ends a forward pass at its first layer."""
 
 
 @torch.no_grad()
 def quantize(model: torch.nn.Module, rows: torch.Tensor, bits: int, group: int, act_order: bool) -> None:
-    """Replaces the weights of all layers in place."""
+    """Quantizes the weights of all layers by GPTQ, in place."""
     hidden, kept = [], {}
 
     def catch(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:

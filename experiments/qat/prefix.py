@@ -18,7 +18,7 @@ from qarl_jax.typed_config import load
 
 
 def main(file: str, overrides: list[str]) -> None:
-    """Prints one JSON line."""
+    """Prints one JSON line with the perplexity on held-out rows."""
     job = command._job(load.load(command.Config, file, overrides))
     made = blocks.Blocks(job, Task("training", None, "updates"))
     done, last = len(made.progress.layers), job.config.num_layers

@@ -19,7 +19,7 @@ SHORTEST = 400  # characters of a module's docstrings
 
 
 def docstrings(file: pathlib.Path) -> str:
-    """The docstrings of a source file, in its order; none where this Python cannot read it."""
+    """Lists the docstrings of a source file in order; empty if this Python cannot parse it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -32,14 +32,14 @@ def docstrings(file: pathlib.Path) -> str:
 
 
 def library(root: pathlib.Path) -> list[str]:
-    """One text per module below a folder, tests and installed packages left out."""
+    """Returns one text of docstrings per module below a folder; tests and installed packages are left out."""
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3"}
     files = [file for file in sorted(root.rglob("*.py")) if not left_out & set(file.relative_to(root).parts)]
     return [text for text in map(docstrings, files) if len(text) >= SHORTEST]
 
 
 def main() -> None:
-    """Writes the texts."""
+    """Writes the texts to a jsonl file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--stdlib", action="store_true")

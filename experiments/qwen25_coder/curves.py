@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of metrics over training: a colour per arm, faint for each seed, strong for the seeds' mean.
+"""Draws figures of metrics over training: a colour per arm, faint for each seed, strong for the seeds' mean.
 
 Needs matplotlib (`pip install qarl-jax[plot]`).
 """
@@ -18,7 +18,7 @@ from qarl_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line of a figure: per seed, (steps, values)."""
+    """A labelled line of a figure: per seed, its (steps, values)."""
 
     label: str
     seeds: dict[int, tuple[list[int], list[float]]]
@@ -29,7 +29,7 @@ def panels(
     look: Callable[[str], tuple[str, Any]],
     shown: Sequence[tuple[str, str, bool, bool]],
 ) -> Any:
-    """A figure of some panels in two rows.
+    """Draws a figure of panels in two rows.
 
     Args:
       curves: the curves of a metric, by its name and whether evaluations measure it.

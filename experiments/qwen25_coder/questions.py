@@ -23,7 +23,7 @@ CONFIG = "configs/qwen25_coder_0p5b/qarl_w4a16.yaml"
 
 
 def held_out(model: str) -> list[dict[str, str]]:
-    """Different held-out questions of the config's own source, which makes more of them where it is larger."""
+    """Returns different held-out questions of the config's source, which is enlarged so that it has enough of them."""
     cfg = config.load(CONFIG, [f"model.path={model}", f"data.source.size={25 * HELD_OUT}"])
     source = data.make_source(cfg.data, data.load_tokenizer(model), "heldout")
     found = {p.meta["question"]: p.answer for p in (source.prompt(i) for i in range(len(source)))}
@@ -33,14 +33,14 @@ def held_out(model: str) -> list[dict[str, str]]:
 
 
 def gsm8k() -> list[dict[str, str]]:
-    """GSM8K's questions, SAMPLES times each."""
+    """Returns GSM8K's questions, SAMPLES times each."""
     lines = (pathlib.Path(suites.QUESTIONS) / suites.SUITES["gsm8k"].file).read_text().splitlines()
     rows = [{"prompt": row["prompt"], "answer": row["expected"], "id": row["id"]} for row in map(json.loads, lines)]
     return rows * SAMPLES
 
 
 def main(model: str, out: str) -> None:
-    """Writes the file."""
+    """Writes the file of questions."""
     pathlib.Path(out).write_text("".join(json.dumps(row) + "\n" for row in held_out(model) + gsm8k()))
 
 

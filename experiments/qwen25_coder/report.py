@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The report of this experiment, made from what stretch.sh packs. PLAN.md says how it is judged.
+"""Makes the report of this experiment from the archives of stretch.sh. PLAN.md says how it is judged.
 
     python -m experiments.qwen25_coder.report results.tar.xz... > docs/appendix/qwen25_coder.md
     python -m experiments.qwen25_coder.report --figure docs/results/qwen25_coder.png results.tar.xz...
@@ -73,13 +73,13 @@ ERROR = np.log(1e-3)  # a token less probable than this, as in the metrics error
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A folder under runs/: its files by name."""
+    """The files of one run's folder under runs/, by name."""
 
     name: str
     files: dict[str, bytes]
 
     def lines(self, file: str) -> list[dict[str, Any]]:
-        """The records of a .jsonl file, or of suites.json; none where it is missing. A torn last line is left out."""
+        """Reads the records of a .jsonl file, or of suites.json; empty if it is missing. A torn line is left out."""
         out = []
         for line in self.files.get(file, b"").decode(errors="replace").splitlines():
             try:
@@ -97,7 +97,7 @@ class Run:
         return self.lines("eval.jsonl")
 
     def right(self, suite: str, *, clean: bool = False) -> dict[str, float]:
-        """Question -> share of right responses."""
+        """Returns question -> share of right responses, in a suite."""
         return {
             record["uid"]: record["num_correct"] / len(record["responses"])
             for record in self.lines(f"suite.{suite.replace(':', '_')}.jsonl") or self._only(suite)
@@ -110,13 +110,13 @@ class Run:
         return self.lines("suite.jsonl") if asked == [suite] else []
 
     def ends(self, key: str) -> tuple[float, float] | None:
-        """Means over the first and the last steps."""
+        """Returns the means of a metric over the first and over the last steps; None if it was not recorded."""
         found = [step[key] for step in self.steps if step.get(key) is not None]
         return (float(np.mean(found[:ENDS])), float(np.mean(found[-ENDS:]))) if found else None
 
 
 def read(archives: Sequence[pathlib.Path]) -> dict[str, Run]:
-    """Runs by name."""
+    """Reads the runs of some archives, by name."""
     runs: dict[str, Run] = {}
     for archive in archives:
         found: dict[str, dict[str, bytes]] = {}
@@ -132,7 +132,7 @@ def read(archives: Sequence[pathlib.Path]) -> dict[str, Run]:
 
 
 def write(runs: dict[str, Run], out: pathlib.Path) -> None:
-    """One archive of them; the same runs give the same bytes."""
+    """Writes runs to one archive; equal runs give equal bytes."""
     with tarfile.open(out, "w:xz") as tar:
         for run in runs.values():
             for name, content in sorted(run.files.items()):
@@ -144,7 +144,7 @@ def write(runs: dict[str, Run], out: pathlib.Path) -> None:
 
 
 def last_steps(samples: bytes) -> bytes:
-    """The lines of the last ENDS steps; a torn line is none."""
+    """Keeps the lines of the last ENDS steps; a torn line is left out."""
     lines = [
         (int(found[1]), line) for line in samples.splitlines(True) if (found := re.search(rb'"step": ?(\d+)', line))
     ]
@@ -166,7 +166,7 @@ def plus_minus(x: stats.Estimate) -> str:
 
 
 def arms(runs: dict[str, Run]) -> dict[str, dict[int, Run]]:
-    """Arm -> seed -> run: the main arms, their ablations, other formats, then what is in no comparison."""
+    """Groups runs as arm -> seed -> run: main arms, their ablations, other formats, then arms that are not compared."""
     found: dict[str, dict[int, Run]] = {}
     for run in runs.values():
         if name := NAME.fullmatch(run.name):
@@ -181,32 +181,32 @@ def arms(runs: dict[str, Run]) -> dict[str, dict[int, Run]]:
 
 
 def is_compared(arm: str) -> bool:
-    """Whether the plan compares it: else it has a task, a length or a rate of its own."""
+    """Tells whether the plan compares an arm; other arms have a task, a length or a rate of their own."""
     return arm in (*MAIN, *ABLATIONS) or ANOTHER_FORMAT.fullmatch(arm) is not None
 
 
 def matrices(groups: Sequence[Sequence[Run]], suite: str, *, clean: bool = False) -> list[np.ndarray] | None:
-    """[S, P] of each group: share right per seed and question, of questions that all answered; None without any."""
+    """Returns, per group, an array [S, P]: share right per seed and question that all answered; None: no question."""
     each = [[run.right(suite, clean=clean) for run in group] for group in groups]
     shared = sorted(set.intersection(*(set(x) for group in each for x in group)))
     return [np.array([[x[uid] for uid in shared] for x in group]) for group in each] if len(shared) > 1 else None
 
 
 def score(seeds: dict[int, Run], suite: str, *, clean: bool = False) -> str:
-    """Of the seeds that were judged; which ones, where they are not all."""
+    """Formats the accuracy over the seeds that were judged, and names these seeds if some are missing."""
     judged = {seed: run for seed, run in seeds.items() if run.right(suite)}
     found = matrices([list(judged.values())], suite, clean=clean) if judged else None
     return "-" if found is None else plus_minus(stats.estimate(found[0])) + partly(judged, seeds)
 
 
 def partly(found: Iterable[int], seeds: Collection[int]) -> str:
-    """Says which of the seeds a cell is about, where it is not about all."""
+    """Names the seeds that a table cell is about, if it is not about all of them; else ""."""
     found = list(found)
     return "" if len(found) == len(seeds) else f" (of {listed(found)})"
 
 
 def formats(runs: dict[str, Run]) -> str:
-    """Before any RL, by scheme."""
+    """Makes the table of accuracies before any RL, by scheme."""
     rows = []
     for run in runs.values():
         if run.name.startswith(UNTRAINED):
@@ -218,7 +218,7 @@ def formats(runs: dict[str, Run]) -> str:
 
 
 def accuracy(found: dict[str, dict[int, Run]]) -> str:
-    """Every arm."""
+    """Makes the table of accuracies of every arm."""
     rows = []
     for arm, seeds in found.items():
         before = {seed: run.evals[0] for seed, run in seeds.items() if run.evals}
@@ -240,19 +240,19 @@ def accuracy(found: dict[str, dict[int, Run]]) -> str:
 
 
 def held_out(evals: Sequence[dict[str, Any]]) -> str:
-    """The mean of some seeds' validation with its interval, over seeds and over the questions of each."""
+    """Formats the mean held-out reward of some seeds, with its interval over seeds and their questions."""
     means, errors = (np.array([one[f"eval/reward/{key}"] for one in evals]) for key in ("mean", "stderr"))
     return plus_minus(stats.of_means(means, errors))
 
 
 def tried(found: dict[str, dict[int, Run]]) -> list[str]:
-    """The formats that an arm was trained under."""
+    """Lists the formats under which some arm was trained."""
     names = [ANOTHER_FORMAT.fullmatch(arm) for arm in found]
     return list(dict.fromkeys(name["sampler"] or name["both"] for name in names if name))
 
 
 def comparisons(found: dict[str, dict[int, Run]]) -> Iterable[tuple[str, str, str]]:
-    """Pairs of arms, and the format whose gap the first may recover from the second, if any."""
+    """Yields pairs of arms, and the format whose gap the first may recover from the second ("": none)."""
     yield BF16, f"{UNTRAINED}bf16", ""
     for form in tried(found):
         rollout, tbpo, qarl = f"rollout_{form}_grpo", f"rollout_{form}_tbpo", f"qarl_{form}"
@@ -269,7 +269,7 @@ def comparisons(found: dict[str, dict[int, Run]]) -> Iterable[tuple[str, str, st
 def judged_by_all(
     found: dict[str, dict[int, Run]], names: Sequence[str], suite: str
 ) -> tuple[list[int], list[np.ndarray]]:
-    """The seeds that all of these arms were judged with, and their answers to the clean questions; [] without any."""
+    """Returns the seeds with which all of these arms were judged, and per arm the answers [S, P] to clean questions."""
     groups = [{seed: run for seed, run in found.get(name, {}).items() if run.right(suite)} for name in names]
     seeds = sorted(set.intersection(*map(set, groups)))
     x = matrices([[group[seed] for seed in seeds] for group in groups], suite, clean=True) if seeds else None
@@ -277,7 +277,7 @@ def judged_by_all(
 
 
 def differences(found: dict[str, dict[int, Run]], suite: str) -> str:
-    """Arms less arms, each with its intervals."""
+    """Makes the table of differences between arms, each with its intervals."""
     rows = []
     for left, right, form in comparisons(found):
         seeds, x = judged_by_all(found, [left, right], suite)
@@ -289,7 +289,7 @@ def differences(found: dict[str, dict[int, Run]], suite: str) -> str:
 
 
 def difference(name: str, seeds: Sequence[int], x: np.ndarray) -> list[str]:
-    """The cells of a difference x [S, P] between arms: its name, seeds and mean, and three intervals."""
+    """Formats a difference x [S, P] between arms as table cells: name, seeds, mean, and three intervals."""
     both, seeds_alone = stats.estimate(x), stats.over_seeds(x)
     mark = "**" if both.is_clear else ""
     alone = "-" if seeds_alone is None else f"± {100 * seeds_alone.half:.1f}"
@@ -298,7 +298,7 @@ def difference(name: str, seeds: Sequence[int], x: np.ndarray) -> list[str]:
 
 
 def recovered(found: dict[str, dict[int, Run]], arm: str, form: str, suite: str) -> str:
-    """An arm's share of the gap under a format, on the seeds of all three."""
+    """Formats the share of a format's gap that an arm recovers, on the seeds of all three arms."""
     _, x = judged_by_all(found, [BF16, f"rollout_{form}_grpo", arm], suite)
     share = stats.recovered(*x) if x else None
     if share is None:
@@ -309,7 +309,7 @@ def recovered(found: dict[str, dict[int, Run]], arm: str, form: str, suite: str)
 
 
 def share_of_gap(gained: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    """Of draws that have a gap; [P, N] each."""
+    """Returns the recovered share of the draws whose gap is above 0; arrays are [P, N], one column per draw."""
     gained, gap = gained.mean(0), gap.mean(0)
     return gained[gap > 0] / gap[gap > 0]
 
@@ -319,7 +319,7 @@ def interval(ends: tuple[float, float]) -> str:
 
 
 def verdict(found: dict[str, dict[int, Run]]) -> list[str]:
-    """Per format, whether a quantized rollout has a gap to BF16 on the clean GSM8K questions."""
+    """States, per format, whether quantized rollouts have a gap to BF16 on the clean GSM8K questions."""
     out, measured, gaps = [], [], 0
     for form in tried(found):
         for suite, words in JUDGED.items():
@@ -336,7 +336,7 @@ def verdict(found: dict[str, dict[int, Run]]) -> list[str]:
 
 
 def drift(found: dict[str, dict[int, Run]]) -> str:
-    """Mismatch, entropy: first and last steps, of an arm's seeds together."""
+    """Makes the table of mismatch and entropy in the first and last steps, over an arm's seeds together."""
     keys = {
         "k3": "mismatch/k3",
         "equal tokens": "mismatch/exact",
@@ -355,7 +355,7 @@ def drift(found: dict[str, dict[int, Run]]) -> str:
 
 
 def error_tokens(found: dict[str, dict[int, Run]]) -> str:
-    """Their rates, in tokens of a thousand and responses of a hundred: first and last steps."""
+    """Makes the table of error tokens, per thousand tokens and hundred responses, in first and last steps."""
     keys = {
         "under the learner": ("error/tok_learner", 1000),
         "A > 0": ("error/tok_learner_pos", 1000),
@@ -372,19 +372,19 @@ def error_tokens(found: dict[str, dict[int, Run]]) -> str:
 
 
 def trained(found: dict[str, dict[int, Run]]) -> dict[str, dict[int, Run]]:
-    """Runs that made a step."""
+    """Keeps the runs that made a step."""
     made = {arm: {seed: run for seed, run in seeds.items() if run.steps} for arm, seeds in found.items()}
     return {arm: seeds for arm, seeds in made.items() if seeds}
 
 
 def ends_of(seeds: dict[int, Run], key: str) -> tuple[float, float] | None:
-    """Means over seeds of the first and the last steps."""
+    """Returns the means of a metric over seeds, in the first and in the last steps."""
     ends = [found for run in seeds.values() if (found := run.ends(key)) is not None]
     return (float(np.mean([x[0] for x in ends])), float(np.mean([x[1] for x in ends]))) if ends else None
 
 
 def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[Curve]:
-    """A metric of the main arms over training."""
+    """Returns the curves of a metric of the main arms over training."""
     out = []
     for arm in MAIN:
         seeds: dict[int, tuple[list[int], list[float]]] = {}
@@ -398,7 +398,7 @@ def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[C
 
 
 def seconds(found: dict[str, dict[int, Run]]) -> str:
-    """Means by phase, which sum to the step's."""
+    """Makes the table of mean seconds by phase, which sum to the step's."""
     rows = []
     for arm, seeds in trained(found).items():
         steps = [one for run in seeds.values() for one in run.steps[2:]]
@@ -411,7 +411,7 @@ def seconds(found: dict[str, dict[int, Run]]) -> str:
 
 
 def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
-    """An error token of each main arm's first seed, with what stands before and behind: a hidden one, if any."""
+    """Quotes one error token, with its context, of each main arm's first seed; one hidden from the sampler, if any."""
     out = []
     for arm, seeds in found.items():
         if arm not in MAIN:
@@ -434,7 +434,7 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
 
 
 def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
-    """All of it; `policy` is one of POLICIES."""
+    """Returns the text of the whole report; `policy` is one of POLICIES."""
     figure = f"../results/{POLICIES[policy]}"
     found = arms(runs)
     compared = {arm: seeds for arm, seeds in found.items() if is_compared(arm)}

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The report on PLAN_1p5b.md's runs, before that on the first runs of the 1.5B.
+"""Makes the report on PLAN_1p5b.md's runs, and puts it before the report on the first runs of the 1.5B.
 
     python -m experiments.qwen25_coder.report_1p5b --merge OUT.tar.xz WORK/questions.jsonl WORK/results.tar.xz...
     python -m experiments.qwen25_coder.report_1p5b results_1p5b_plan.tar.xz results_1p5b.tar.xz > PAGE
@@ -68,13 +68,13 @@ def sets(questions: Run) -> dict[str, list[list[str]]]:
 
 
 def right(run: Run, version: int, asked: Sequence[Sequence[str]]) -> np.ndarray | None:
-    """[P]: share of right responses to each question; None of a version that was not evaluated."""
+    """Returns the share of right responses to each question, [P]; None: the version was not evaluated."""
     found = {one["version"]: one["num_correct"] for one in run.lines("eval_correct.jsonl")}.get(version)
     return None if found is None else np.array([np.mean([found[uid] for uid in uids]) for uids in asked])
 
 
 def scores(seeds: dict[int, Run], version: int, asked: Sequence[Sequence[str]]) -> dict[int, np.ndarray]:
-    """Seed -> `right`, of those that were evaluated."""
+    """Returns seed -> `right`, for the seeds that were evaluated."""
     each = {seed: right(run, version, asked) for seed, run in seeds.items()}
     return {seed: x for seed, x in each.items() if x is not None}
 
@@ -82,14 +82,14 @@ def scores(seeds: dict[int, Run], version: int, asked: Sequence[Sequence[str]]) 
 def pair(
     found: dict[str, dict[int, Run]], names: Sequence[str], version: int, asked: Sequence[Sequence[str]]
 ) -> tuple[list[int], np.ndarray | None]:
-    """Seeds that both arms were judged with, and the one's answers less the other's [S, P]; None without any."""
+    """Returns the seeds that both arms were judged with, and the first's answers less the second's, [S, P] or None."""
     left, other = (scores(found.get(name, {}), version, asked) for name in names)
     both = sorted(left.keys() & other.keys())
     return both, np.array([left[seed] - other[seed] for seed in both]) if both else None
 
 
 def arms(found: dict[str, dict[int, Run]], tests: dict[str, list[list[str]]]) -> str:
-    """Every planned arm: its runs, and how they were judged."""
+    """Makes the table of planned arms: their runs, and their accuracies."""
     rows = []
     for arm, planned in PLANNED.items():
         seeds = found.get(arm, {})
@@ -104,7 +104,7 @@ def arms(found: dict[str, dict[int, Run]], tests: dict[str, list[list[str]]]) ->
 
 
 def differences(found: dict[str, dict[int, Run]], version: int, asked: Sequence[Sequence[str]]) -> str:
-    """The plan's comparisons, as far as both arms ran."""
+    """Makes the table of the plan's comparisons, for pairs of which both arms ran."""
     rows = []
     for names, says in COMPARED.items():
         seeds, x = pair(found, names, version, asked)
@@ -116,7 +116,7 @@ def differences(found: dict[str, dict[int, Run]], version: int, asked: Sequence[
 
 
 def verdict(found: dict[str, dict[int, Run]], tests: dict[str, list[list[str]]]) -> str:
-    """The headline, by the plan's rule."""
+    """States the report's headline, by the plan's rule."""
     seeds, x = pair(found, (QARL, ROLLOUT), VERSIONS[0], tests[HELD_OUT])
     if x is None:
         return "The headline is not measured yet."
@@ -132,7 +132,7 @@ def verdict(found: dict[str, dict[int, Run]], tests: dict[str, list[list[str]]])
 
 
 def training(found: dict[str, dict[int, Run]]) -> str:
-    """First and last steps of each arm, means over seeds."""
+    """Makes the table of first and last steps of each arm, means over seeds."""
     rows = []
     for arm, seeds in found.items():
         ends = [report.ends_of(seeds, key) for key in TRAINING.values()]
@@ -141,7 +141,7 @@ def training(found: dict[str, dict[int, Run]]) -> str:
 
 
 def cut_off(found: dict[str, dict[int, Run]]) -> str:
-    """Names the runs that time ended."""
+    """Names the runs that were cut off by the time limit."""
     short = [
         f"`{arm}`, seed {seed}: {len(run.steps)} steps"
         for arm, seeds in found.items()
@@ -152,7 +152,7 @@ def cut_off(found: dict[str, dict[int, Run]]) -> str:
 
 
 def page(planned: dict[str, Run], first: dict[str, Run]) -> str:
-    """All of it."""
+    """Returns the text of the whole report."""
     found, tests = planned_arms(planned), sets(planned[QUESTIONS])
     tokens = sum(step["response/tokens"] for run in found.get(QARL, {}).values() for step in run.steps)
     unequal = sum(step["mismatch/k3"] > 0 for run in found.get(QARL, {}).values() for step in run.steps)
@@ -192,12 +192,12 @@ def page(planned: dict[str, Run], first: dict[str, Run]) -> str:
 
 
 def planned_arms(planned: dict[str, Run]) -> dict[str, dict[int, Run]]:
-    """The plan's arms among the runs."""
+    """Selects the plan's arms among the runs."""
     return {arm: seeds for arm, seeds in report.arms(planned).items() if arm in PLANNED}
 
 
 def curves(found: dict[str, dict[int, Run]], key: str) -> list[Curve]:
-    """A metric of each arm's steps."""
+    """Returns the curves of a metric over each arm's steps."""
     out = []
     for arm, seeds in found.items():
         each = {seed: [one for one in run.steps if one.get(key) is not None] for seed, run in seeds.items()}

@@ -44,12 +44,12 @@ class Estimate:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it differs from 0 by more than two standard errors."""
+        """Tells whether the mean differs from 0 by more than two standard errors."""
         return abs(self.mean) > TWO * self.stderr
 
 
 def estimate(x: Float[np.ndarray, "S P"]) -> Estimate:
-    """The mean over seeds and prompts.
+    """Estimates the mean of x [S, P] over seeds and prompts.
 
     Raises:
       ValueError: fewer than two prompts.
@@ -68,7 +68,7 @@ def estimate(x: Float[np.ndarray, "S P"]) -> Estimate:
 def recovered(
     bf16: Float[np.ndarray, "S P"], rollout: Float[np.ndarray, "S P"], aligned: Float[np.ndarray, "S P"]
 ) -> Estimate | None:
-    """Share of the gap between `bf16` and `rollout` that `aligned` recovers; None where there is no gap."""
+    """Estimates the share of the gap between `bf16` and `rollout` that `aligned` recovers; None: there is no gap."""
     gap = bf16 - rollout
     size = estimate(gap)
     if not size.is_clear or size.mean <= 0:
@@ -79,13 +79,13 @@ def recovered(
 
 
 def over_seeds(x: Float[np.ndarray, "S P"]) -> Estimate | None:
-    """Student's t over the seeds' means alone, as if the prompts were all there are; None of one seed."""
+    """Estimates the mean by Student's t over the seeds' means alone; None for a single seed."""
     means = x.mean(1)
     return of_means(means, np.zeros_like(means)) if len(means) > 1 else None
 
 
 def of_means(means: Float[np.ndarray, " S"], stderrs: Float[np.ndarray, " S"]) -> Estimate:
-    """As `estimate`, where only each seed's mean and standard error over its prompts were kept."""
+    """Estimates as `estimate` does, from each seed's mean and standard error over its prompts."""
     seeds = len(means)
     over_prompts = float((stderrs**2).sum()) / seeds**2
     spread = float(means.var(ddof=1)) / seeds if seeds > 1 else 0.0
@@ -97,7 +97,7 @@ def of_means(means: Float[np.ndarray, " S"], stderrs: Float[np.ndarray, " S"]) -
 def bootstrap(
     statistic: Callable[..., Float[np.ndarray, " N"]], *x: Float[np.ndarray, "S P"], draws: int = 10_000
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of a statistic over draws of the prompts, with the seeds as they are.
+    """Returns the 95 % percentile interval of a statistic over bootstrap draws of the prompts; seeds are fixed.
 
     Args:
       statistic: of [P, N] arrays, one per argument: their columns are N draws of the same prompts.

@@ -30,7 +30,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def trained_in(arm: str, grid: str) -> str | None:
-    """The scheme that an arm's run is trained under; None: the base itself."""
+    """Returns the scheme under which an arm's run is trained; None: the base model, untrained."""
     schemes = {"untrained": None, "rtn": "bf16", "gptq": "bf16", "qarl": grid, "qarl_elsewhere": ELSEWHERE[grid]}
     return schemes[arm]
 
@@ -45,7 +45,7 @@ def verb(name: str, *arguments: str) -> str:
 
 
 def exported(run: pathlib.Path) -> pathlib.Path:
-    """The run's last masters as a bf16 folder."""
+    """Exports the run's last masters as a bf16 folder, and returns the folder."""
     out = run.with_name(f"{run.name}_hf")
     if not out.exists():
         verb("export", "--checkpoint", str(run), "--format", "hf", "--out", str(out))
@@ -53,7 +53,7 @@ def exported(run: pathlib.Path) -> pathlib.Path:
 
 
 def gptq(model: pathlib.Path, grid: str, config: list[str], python: str, overrides: list[str]) -> pathlib.Path:
-    """The model's folder at the grid, by GPTQ on its own responses to held-out questions at T = 1."""
+    """Quantizes a model by GPTQ on its own responses to held-out questions at T = 1; returns the folder."""
     out, responses = (model.with_name(f"{model.name}_{end}") for end in (f"gptq_{grid}", "responses.jsonl"))
     if not out.exists():
         own = ["eval.temperature=1.0", "eval.num_samples=1", "eval.num_prompts=512"]
@@ -66,7 +66,7 @@ def gptq(model: pathlib.Path, grid: str, config: list[str], python: str, overrid
 def policy(
     work: pathlib.Path, arm: str, grid: str, seed: int, config: list[str], python: str, more: list[str]
 ) -> list[str]:
-    """Arguments of `evaluate` for the deployed policy of a cell, made where it is not there."""
+    """Returns arguments of `evaluate` for the deployed policy of a cell, which is made if it is missing."""
     scheme = trained_in(arm, grid)
     if scheme is None:
         return [*config, "--scheme", grid]

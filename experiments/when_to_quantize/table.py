@@ -23,13 +23,13 @@ def read(work: pathlib.Path) -> Cells:
 
 
 def answers(work: pathlib.Path, cell: dict[str, object]) -> dict[str, float]:
-    """Question -> share of right responses."""
+    """Reads question -> share of right responses of a cell."""
     records = map(json.loads, (work / str(cell["responses"])).read_text().splitlines())
     return {record["uid"]: record["num_correct"] / len(record["responses"]) for record in records}
 
 
 def less_rtn(work: pathlib.Path, cells: Cells, arm: str, grid: str) -> Estimate | None:
-    """An arm less round-to-nearest over the seeds and questions that both have; None where there are none."""
+    """Estimates an arm's accuracy less round-to-nearest's, on seeds and questions of both; None: there are none."""
     rows = []
     for seed in sorted({seed for _, _, seed in cells}):
         pair = [cells.get((each, grid, seed)) for each in (arm, "rtn")]

@@ -4,7 +4,7 @@
 
 A forecast needs no device and no weights: a model's config.json is enough, or its name where its shapes are known. It
 prints seconds of a step by phase, memory, expected mismatch, the batch up to which a scheme decodes faster than bf16,
-and a config to start from. `--measure` runs steps of a few of the model's layers on this machine, and goes by them.
+and a config to start from. `--measure` runs steps of a few of the model's layers on this machine, and uses their times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINES = {
 
 
 def tree_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of the run that is forecast without --config, as a config file has them."""
+    """Returns the settings of the run that is forecast without --config, as the mapping of a config file."""
     tree = {name: dict(section) for name, section in START.items()}
     tree["rollout"]["engine"] = ENGINES["jax" if args.device in ("cpu", "tpu-v5p") else "vllm"]
     tree["train"]["micro_batch_rows"] = max(tree["train"]["micro_batch_rows"], args.gpus)
@@ -54,7 +54,7 @@ def tree_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_of(args: argparse.Namespace, folder: str) -> RunConfig:
-    """The run whose step is forecast, with the model in `folder`."""
+    """Returns the config of the run whose step is forecast, with the model in `folder`."""
     words = [*args.overrides, f"model.path={folder}"]
     if args.config:
         return config.load(args.config, [*words, f"mesh.fsdp={args.gpus}"])
@@ -62,13 +62,13 @@ def run_of(args: argparse.Namespace, folder: str) -> RunConfig:
 
 
 def best_of(forecasts: Mapping[str, Forecast]) -> str | None:
-    """The scheme with the shortest step, and bf16 unless that is shorter by 2 %; None: no run is possible."""
+    """Returns the scheme of the shortest step; bf16 unless another saves more than 2 %. None: no run fits."""
     steps = {name: one.step * (0.98 if name == "bf16" else 1.0) for name, one in forecasts.items() if one.seconds}
     return min(steps, key=lambda name: steps[name], default=None)
 
 
 def start_from(args: argparse.Namespace, scheme: str, saved: Sequence[str]) -> str:
-    """A command line for the run with --config, else a config file."""
+    """Returns a command line that starts the run under `scheme`; without --config, the text of a config file."""
     words = [*args.overrides, f"quant.forward={scheme}", *saved]
     if args.config:
         return f"python -m qarl_jax.train {args.config} {' '.join(words)}"
@@ -84,7 +84,7 @@ def start_from(args: argparse.Namespace, scheme: str, saved: Sequence[str]) -> s
 
 
 def table(forecasts: Mapping[str, Forecast]) -> list[str]:
-    """Lines of a table with a row for each scheme."""
+    """Formats forecasts as lines of a table, with a row for each scheme."""
     base = forecasts["bf16"].step or None
     head = ["scheme", "step", "sampling", "scoring", "update", "publish", "tokens/s", "speed", "GiB"]
     rows = [[*head, "k3", "k3, bf16 learner", "pays up to"]]
@@ -120,7 +120,7 @@ def verdict(forecasts: Mapping[str, Forecast], error: float) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Makes the parser of the command line."""
     parser = Parser(
         "advise",
         config="of the run whose step is forecast; default: 128 responses of 1,024 tokens",
@@ -206,7 +206,7 @@ def report(
 
 
 def as_json(one: Forecast) -> dict[str, Any]:
-    """A forecast as plain values."""
+    """Returns a forecast as plain values for JSON."""
     if not one.seconds:
         return {"problem": one.problem}
     return {

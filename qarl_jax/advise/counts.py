@@ -39,13 +39,13 @@ ITERATE_BYTES = 28
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Parameters of a policy by where they are multiplied, and the bytes of those that an engine reads.
+    """Counts of a policy's parameters by kind of layer, and the bytes that an engine reads of each.
 
     Attributes:
       dense: number of parameters of layers' matrices that every token meets.
       experts: number of parameters of experts, all of them.
       head: number of parameters of the output head.
-      dense_bytes, expert_bytes, head_bytes: as published.
+      dense_bytes, expert_bytes, head_bytes: their bytes as published.
       decoded: number of dense parameters whose scheme is `Scheme.decoded`: the engine decodes them to bfloat16.
       kernel: `Scheme.kernel` of the dense layers; "" for bfloat16.
     """

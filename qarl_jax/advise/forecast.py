@@ -69,7 +69,7 @@ SMALL = 1.2e9  # parameters, below which a host's work is most of a step
 
 
 def seconds(terms: Mapping[str, Terms], rates: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase; a term without a rate counts as it is."""
+    """Returns the seconds of each phase: the sum of its terms times their rates (1 for a term without a rate)."""
     return {
         phase: sum(value * rates.get(name, 1.0) for name, value in counted.items()) for phase, counted in terms.items()
     }
@@ -77,19 +77,19 @@ def seconds(terms: Mapping[str, Terms], rates: Mapping[str, float]) -> dict[str,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A run's step under one scheme.
+    """The forecast of a run's step under one scheme.
 
     Attributes:
       cfg: the run, every "auto" settled.
-      saved: settings without which it does not fit the device, as overrides.
-      plan: of a device's memory.
-      seconds: by phase; empty: the run is impossible.
+      saved: overrides that make the run fit the device; empty: it fits without.
+      plan: the plan of a device's memory.
+      seconds: seconds of a step by phase; empty: the run is impossible.
       stops_paying: the least number of sequences of an engine at which a decoded token takes as long as in bf16; None:
         it never does, or the scheme is bf16.
       k3: expected mismatch of an aligned learner; k3_bf16: of a bf16 learner. None: not measured.
       problem: why the run is impossible; "": it is not.
       mean_len: mean tokens of a response; 0: all have the most.
-      measured: the scheme whose steps on this machine, with this one's products, give the seconds; "": none.
+      measured: the scheme whose steps were measured here and corrected to give `seconds`; "": nothing was measured.
     """
 
     cfg: RunConfig
@@ -196,7 +196,7 @@ def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | Non
 
 
 def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
-    """Says what the forecasts rest on that nobody measured."""
+    """Lists, as sentences, the assumptions of the forecasts that were not measured."""
     cfg = next(iter(forecasts.values())).cfg
     lines = ["rewards and data are counted at no time"]
     if not next(iter(forecasts.values())).mean_len:

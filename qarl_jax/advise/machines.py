@@ -91,7 +91,7 @@ def this_cpu() -> Machine:
 
 
 def least(function: Callable[..., Any], *arguments: Any) -> float:
-    """The fewest seconds of five calls after one that compiles."""
+    """Times a function: returns the seconds of the fastest of five calls, after one that compiles."""
     took = []
     for _ in range(6):
         start = time.perf_counter()

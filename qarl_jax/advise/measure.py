@@ -57,9 +57,9 @@ class Layer:
     """Seconds of one layer's products under a scheme.
 
     Attributes:
-      token: of one token for each sequence of the embedded sampler.
-      forward, both: of a micro-batch of the learner, without and with the backward.
-      quantize: of its weights.
+      token: for one token of each sequence of the embedded sampler.
+      forward, both: for a micro-batch of the learner, without and with the backward.
+      quantize: to quantize all weights of the layer.
     """
 
     token: float
@@ -69,10 +69,10 @@ class Layer:
 
 
 def corrected(forecasts: Mapping[str, Forecast], scheme: str, machine: Machine) -> dict[str, Forecast]:
-    """Measures the step of one scheme, and corrects it for the others.
+    """Measures the step of one scheme, and corrects the forecasts of all schemes by it.
 
     Raises:
-      UserError: the trainer failed on this machine, or took too long; the sentence has its last line.
+      UserError: the trainer failed on this machine, or took too long; the message has the trainer's last line.
     """
     base = forecasts[scheme]
     timed = [name for name in dict.fromkeys((scheme, *TIMED)) if name in forecasts and forecasts[name].seconds]
@@ -95,7 +95,7 @@ def corrected(forecasts: Mapping[str, Forecast], scheme: str, machine: Machine) 
 
 
 def products(cfg: RunConfig, terms: Mapping[str, Mapping[str, float]], layer: Layer) -> dict[str, float]:
-    """Seconds of a step's products by phase, from those of one layer. terms: `counts.of_step`."""
+    """Computes the seconds of a step's matrix products by phase from one layer's. terms: `counts.of_step`."""
     again = costs.REPEATED[cfg.model.remat_or_full]
     quantized = cfg.train.updates_per_step * _layers(cfg) * layer.quantize
     return {
@@ -151,7 +151,7 @@ def _layers(cfg: RunConfig) -> int:
 
 
 def whole_step(cfg: RunConfig) -> dict[str, float]:
-    """Seconds of a step of the whole model by phase, from steps of two models of few layers."""
+    """Extrapolates the seconds of a whole model's step, by phase, from runs of two models of few layers."""
     layers = _config_json(cfg)["num_hidden_layers"]
     few, more = LAYERS
     if layers <= more:
@@ -162,7 +162,7 @@ def whole_step(cfg: RunConfig) -> dict[str, float]:
 
 
 def steps_of(cfg: RunConfig, layers: int) -> dict[str, float]:
-    """Median seconds of a step by phase, of a run whose model has so many layers."""
+    """Runs the trainer on a model of `layers` layers; returns the median seconds of a step by phase."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         _model_folder(cfg, layers, folder)

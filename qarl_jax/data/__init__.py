@@ -78,17 +78,17 @@ class Config:
 
     @property
     def prompt_limit(self) -> int:
-        """Most tokens of a prompt."""
+        """The maximum number of tokens of a prompt."""
         return self.max_prompt_len or LONGEST
 
 
 def rounded(length: int) -> int:
-    """A length in tokens, as rows are sized by: the next multiple of 16."""
+    """Rounds a length in tokens up to the next multiple of 16."""
     return -(-length // 16) * 16
 
 
 def with_prompt_len(cfg: Config, tokenizer: Tokenizer) -> Config:
-    """The config with `max_prompt_len` taken from the data, where it is 0. No prompt is left out by that."""
+    """Returns the config with `max_prompt_len` set to the longest prompt's rounded length, if it is 0."""
     if cfg.max_prompt_len:
         return cfg
     longest = rounded(make_source(cfg, tokenizer, "all").longest)
@@ -102,7 +102,7 @@ def _opened(cfg: Any, template: Template, split: Split, holdout: float) -> Promp
 def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train", hint_len: int = 0) -> PromptSource:
     """Opens the prompts of a split: those to train on, those held out, or all (for data that is only evaluated on).
 
-    hint_len: tokens by which a hint may exceed the longest prompt.
+    hint_len: tokens by which a prompt with its hint may exceed `cfg.prompt_limit`.
 
     Raises:
       UserError: see the sources; also for an empty held-out split.

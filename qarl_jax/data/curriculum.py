@@ -9,8 +9,8 @@ arXiv 2505.16400), or any weights.
       - {weights: {math: 1}, reach: 0.8, until: 400}        # until the reward is 0.8, or step 400
       - {weights: {math: 1, code: 3}}                       # from then on
 
-A step has the shares of its stage to the nearest prompt, and what is rounded off is made up in later steps. Within a
-source the prompts are visited as ever: a permutation for every epoch, each prompt once.
+A step has its stage's shares, rounded to whole prompts; later steps make up for the rounding. Within a source the
+prompts are visited as without stages: a permutation for every epoch, each prompt once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Stage:
     Attributes:
       weights: share of each source, by name; those that are not named have none.
       until: the stage ends before this step; 0: it lasts until `reach`, or to the end.
-      reach: it ends once the mean reward of its last `window` steps is this; null: at `until` alone.
-      window: steps that `reach` looks at.
+      reach: the stage ends once the mean reward of its last `window` steps is at least this; null: at `until` alone.
+      window: number of steps that `reach` averages over.
     """
 
     weights: dict[str, float]
@@ -65,7 +65,7 @@ def check(stages: Sequence[Stage], names: Sequence[str]) -> None:
 
 
 class Curriculum:
-    """A run's place in its stages: a function of the config and of the rewards of its steps.
+    """Tracks the stage that a run is in: a function of the config and of its steps' rewards.
 
     Args:
       stages: in order; the last one has no end.
@@ -82,7 +82,7 @@ class Curriculum:
         self._carry = np.zeros(len(names))
 
     def stage(self, step: int) -> int:
-        """Number of the stage of a step."""
+        """Returns the number of the stage of a step, from 0."""
         for number, stage in enumerate(self._stages[:-1]):
             end = self.reached.get(number, stage.until)
             if not end or step < end:
@@ -90,13 +90,13 @@ class Curriculum:
         return len(self._stages) - 1
 
     def weights(self, step: int) -> np.ndarray:
-        """[sources] float64, the shares of a step; they add up to 1."""
+        """Returns the sources' shares of a step, [sources] float64; they add up to 1."""
         stage = self._stages[self.stage(step)]
         weights = np.array([stage.weights.get(name, 0.0) for name in self._names])
         return weights / weights.sum()
 
     def counts(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """[sources] int64: prompts of each source before a step, and in it."""
+        """Returns two arrays [sources] int64: prompts of each source before a step, and in it."""
         while len(self._counts) <= step:
             self._counts = np.vstack([self._counts, self._next(len(self._counts))])
         return self._counts[:step].sum(0), self._counts[step]
@@ -114,7 +114,7 @@ class Curriculum:
         return counts
 
     def tell(self, step: int, reward: float) -> None:
-        """The mean reward of a step, in order; it may end the stage."""
+        """Records the mean reward of a step, which may end the stage. Steps come in order."""
         number = self.stage(step)
         if step and number != self.stage(step - 1):
             self._rewards = []
@@ -136,7 +136,7 @@ class Curriculum:
         return {"reached": {str(k): v for k, v in self.reached.items()}, "rewards": list(self._rewards)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` gave."""
+        """Restores a state that `state` returned."""
         self.reached = {int(k): int(v) for k, v in state["reached"].items()}
         self._rewards = [float(x) for x in state["rewards"]]
         self._forget()

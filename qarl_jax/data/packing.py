@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Responses into rows of a fixed shape.
+"""Packs responses into rows of a fixed shape.
 
 A segment is a prompt followed by one response. Segments are placed whole, longest first, each into the row where it
 leaves the least room (best fit decreasing), so most rows are nearly full and attention never crosses segments. Shapes
@@ -11,7 +11,7 @@ compiled twice.
     packed = pack([groups[i] for i in minis[0]], advantages[minis[0]], row_len=512, rows_multiple=4)
     for batch in packed.micro_batches(4): ...                                             # TrainBatch [4, 512]
 
-The result is a pure function of its arguments. A response without tokens has nothing to learn from and takes no place.
+The result is a pure function of its arguments. A response without tokens is left out.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Packed rows and their index.
+    """Packed rows, and the place of each response in them.
 
     Attributes:
       batch: TrainBatch of numpy arrays [R, T].
       segments: in the order of groups and samples; responses without tokens are absent.
       num_tokens, num_sequences: response tokens that were drawn and non-empty responses, the loss's denominators.
-      padding_share: share of the positions [R, T] that hold nothing.
+      padding_share: share of the positions [R, T] that are padding.
       max_segments: static upper bound on segment numbers, the same for every call with the same settings.
     """
 
@@ -78,7 +78,7 @@ class Packed:
     max_segments: int
 
     def micro_batches(self, rows: int) -> Iterator[TrainBatch]:
-        """The rows in order, `rows` at a time; the number of rows must be a multiple of it."""
+        """Yields the rows in order, `rows` at a time. Raises ValueError unless `rows` divides their number."""
         total = self.batch.tokens.shape[0]
         if total % rows:
             raise ValueError(f"{total} rows cannot be split into micro-batches of {rows}")
@@ -86,14 +86,14 @@ class Packed:
             yield jax.tree.map(lambda x, start=start: x[start : start + rows], self.batch)
 
     def responses(self, values: Shaped[np.ndarray, "R T"]) -> list[np.ndarray]:
-        """Per segment, the entries of a [R, T] array that belong to its response tokens. Undoes the packing."""
+        """Unpacks an array [R, T]: returns, per segment, its entries at the response's tokens."""
         return [values[segment.row, segment.response] for segment in self.segments]
 
 
 def mini_batches(num_prompts: int, prompts_per_update: int, *, seed: int, step: int, epoch: int) -> list[np.ndarray]:
-    """Indices of the prompts of each update of one pass; a pure function of its arguments.
+    """Returns the prompt indices of each optimizer update of one epoch; a pure function of its arguments.
 
-    The first pass keeps the sampling order (already a shuffle of the data set); later ones are shuffled.
+    Epoch 0 keeps the sampling order (already a shuffle of the data set); later epochs are shuffled.
     """
     order = np.arange(num_prompts)
     if epoch > 0:
@@ -110,7 +110,7 @@ def pack(
     max_segments: int = 16,
     pad_id: int = 0,
 ) -> Packed:
-    """Packs the responses of some groups.
+    """Packs the responses of groups into rows, with their advantages.
 
     Args:
       groups: P groups; their sizes may differ.

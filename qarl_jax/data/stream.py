@@ -4,9 +4,9 @@
 
 With stages (`curriculum.py`) the choice depends on the stage as well, and so on the rewards of earlier steps.
 
-Epoch e visits the source in the order permutation(seed, e); step s takes positions [s*P, (s+1)*P) of the endless
-sequence epoch 0, epoch 1, ... A step may straddle two epochs; nothing is dropped at the border, and there is no
-iterator to save.
+Epoch e visits the source in the order permutation(seed, e). With P prompts per step, step s takes positions
+[s*P, (s+1)*P) of the endless sequence epoch 0, epoch 1, ... A step may straddle two epochs; nothing is dropped at the
+border, and there is no iterator to save.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHER_SPLIT = (
 
 
 def has_this_split(state: Mapping[str, Any]) -> bool:
-    """Tells whether the run of a checkpoint split train and held-out prompts as this version does."""
+    """Tells whether a checkpoint's run split train and held-out prompts as this version does: by their question."""
     return state.get("held_out_by") == "question"
 
 
@@ -42,8 +42,8 @@ class PromptStream:
     Args:
       source: the prompts; it is not empty, and has at least `prompts_per_step` of them.
       seed: seed of the shuffles.
-      prompts_per_step: P above.
-      stages: `data.stages`, of a mix.
+      prompts_per_step: number of prompts of a step.
+      stages: `data.stages`; the source must then be a mix.
     """
 
     def __init__(self, source: PromptSource, seed: int, prompts_per_step: int, stages: Sequence[Stage] = ()):
@@ -68,13 +68,13 @@ class PromptStream:
             self._part_order: dict[tuple[int, int], np.ndarray] = {}
 
     def indices(self, step: int) -> list[int]:
-        """Source indices of a step, in order; ValueError for a negative step."""
+        """Returns the source indices of a step's prompts, in order; ValueError for a negative step."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         return self.positions(step * self.prompts_per_step, self.prompts_per_step)
 
     def positions(self, start: int, count: int) -> list[int]:
-        """Source indices at positions [start, start + count) of the endless sequence."""
+        """Returns the source indices at positions [start, start + count) of the endless sequence of epochs."""
         if self.curriculum is not None:
             steps = range(start // self.prompts_per_step, -(-(start + count) // self.prompts_per_step))
             chosen = [index for step in steps for index in self._of_stage(step)]
@@ -104,7 +104,7 @@ class PromptStream:
         return int(self._part_order[part, epoch][at])
 
     def eligible(self, step: int) -> np.ndarray:
-        """Source indices that further batches of a step may be drawn from: those of the sources with a weight."""
+        """Returns the source indices from which a step may draw more prompts: sources with a weight above 0."""
         if self.curriculum is None:
             return np.arange(len(self.source))
         weights = self.curriculum.weights(step)
@@ -116,15 +116,15 @@ class PromptStream:
         return np.concatenate(ranges)
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of a step; the same ones however often and in whatever order it is called."""
+        """Returns the prompts of a step. Repeated calls, in any order of steps, return equal prompts."""
         return [self.source.prompt(i) for i in self.indices(step)]
 
     def epoch(self, step: int) -> float:
-        """Returns the visits of the source before `step`, fractions included."""
+        """Returns the number of epochs before `step`, as a fraction."""
         return step * self.prompts_per_step / len(self.source)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the checkpoint's record, with which a resumed run checks that it sees the same data."""
+        """Returns the record in a checkpoint by which a resumed run checks that its data is unchanged."""
         return {
             "step": step,
             "seed": self.seed,
@@ -137,10 +137,10 @@ class PromptStream:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuses to resume over other data than the checkpoint's.
+        """Checks that a run resumes on the data of its checkpoint.
 
         Raises:
-          UserError: naming what differs.
+          UserError: the data differs; the message names the difference.
         """
         now = self.state(0)
         if not has_this_split(state):

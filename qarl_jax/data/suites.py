@@ -6,12 +6,11 @@
     python -m qarl_jax.evaluate --config ... --suite aime25 --suite-data aime25.jsonl --preset qurl
     python -m qarl_jax.evaluate --checkpoint RUN --suite own,gsm8k,gsm8k:sampled,humaneval
 
-A suite is a set of overrides of a run's config: where the questions are (`eval.data`), what stands around them (a
-system message), how an answer is found and judged (`reward`), and how many responses are drawn at which temperature
-(`eval`). So a suite brings no machinery of its own: file layouts are `sources.layouts`, rules are `rewards`, and any
-override on the command line wins over the suite's.
+A suite is a set of overrides of a run's config: the file of questions (`eval.data`), the system message, and the rule
+that finds and judges an answer (`reward`). It also sets number and temperature of the responses (`eval`). File layouts
+are in `sources.layouts`, rules in `rewards`. An override on the command line wins over the suite's.
 
-Rules, with whose they are:
+Rules, and their origin:
 
     number   the last number in the last \\boxed{}, else after the last "####", else the last of the response. lm-eval
              0.4.13 has two: strict takes the first "####", flexible the last number; ours adds the box, which is what
@@ -55,7 +54,7 @@ PRESETS = ("greedy", "sampled", "qarl", "qurl", "qerl")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One benchmark.
+    """A public benchmark: its questions and its rule.
 
     Attributes:
       about: its content and its source.
@@ -80,7 +79,7 @@ class Suite:
     judge: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def sampling(self, preset: str) -> dict[str, Any]:
-        """Fields of `eval` under a preset."""
+        """Returns the fields of `eval` that a preset sets: temperature, top_p and num_samples."""
         usual: dict[str, dict[str, Any]] = {
             "greedy": {"temperature": 0.0, "top_p": 1.0, "num_samples": 1},
             "sampled": {"temperature": 1.0, "top_p": 1.0, "num_samples": 4},
@@ -185,7 +184,7 @@ SUITES: dict[str, Suite] = {
 
 
 def overrides(name: str, file: str | None = None, preset: str = "greedy") -> list[str]:
-    """A suite as overrides of a run's config, to come before the user's own.
+    """Returns a suite as overrides of a run's config; the user's own overrides come after these.
 
     Args:
       name: key of `SUITES`. file: its questions (jsonl, json or parquet); None: where `make data` puts them.

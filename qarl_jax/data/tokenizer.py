@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: read from a Hugging Face folder, or made from an alphabet for models trained from scratch.
 
-A character tokenizer is a real Hugging Face fast tokenizer (tokenizer.json and tokenizer_config.json), one token per
-character of its alphabet, so that the same folder is read by this project, by transformers and by vLLM.
+A character tokenizer is a Hugging Face fast tokenizer (tokenizer.json and tokenizer_config.json) with one token per
+character of its alphabet. So this project, transformers and vLLM all read its folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Tokenizer = Any  # transformers.PreTrainedTokenizerBase; named here so that noth
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a model folder (a local path; nothing is downloaded).
 
-    A folder with a tokenizer.json is read by the fast tokenizer class itself. `AutoTokenizer` would give the same
-    tokens, but it imports torch wherever torch is installed (seconds, and this process has no use for it); it is the
-    fallback for folders that have only a sentencepiece model.
+    A folder with a tokenizer.json is read by the fast tokenizer class itself. `AutoTokenizer` would give equal
+    tokens, but takes seconds to import torch where torch is installed. It is the fallback for folders that have only a
+    sentencepiece model.
 
     Raises:
       AbsentError: no folder, or no tokenizer in it.
@@ -63,7 +63,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's eos token and those of the folder's generation_config.json."""
+    """Returns the ids that end a response: the tokenizer's eos token and those of generation_config.json in `path`."""
     ids = [int(tokenizer.eos_token_id)]
     file = os.path.join(os.fspath(path), "generation_config.json") if path is not None else ""
     if file and os.path.isfile(file):
@@ -82,26 +82,26 @@ def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = N
 
 
 def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that the tokenizer puts in front of every text: the beginning-of-sequence token, or none."""
+    """Returns the ids that the tokenizer puts in front of every text: the beginning-of-sequence token, or none."""
     bare, whole = (list(tokenizer("1", add_special_tokens=added)["input_ids"]) for added in (False, True))
     starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
     return tuple(whole[: next(starts, 0)])
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
-    """The id that fills padding positions; any id would do, since padding is masked everywhere."""
+    """Returns the id that fills padding positions; any id would do, since padding is masked everywhere."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
 
 
 def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The stop tokens, as `stop_token_ids` found them where `load_tokenizer` read the tokenizer; else its eos token."""
+    """Returns the ids of the stop tokens that `load_tokenizer` stored; for another tokenizer, its eos token."""
     return getattr(tokenizer, "ends", None) or (int(tokenizer.eos_token_id),)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of a response for rewards, environments and records: without the stop tokens at its end, and padding.
+    """Decodes a response for rewards, environments and records, without padding and the stop tokens at its end.
 
-    Other special tokens are text: a tokenizer may declare tags such as <think> or <tool_call> special.
+    Other special tokens stay in the text: a tokenizer may declare tags such as <think> or <tool_call> special.
     """
     kept = [token for token in tokens if token != tokenizer.pad_token_id]
     while kept and kept[-1] in ends(tokenizer):
@@ -113,10 +113,10 @@ _LONGEST = 8  # tokens waited for; a character has at most four bytes, garbage n
 
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Text of each token of a response, special tokens included; strung together they are the whole text.
+    """Returns the text of each token of a response, special tokens included; joined they are the whole text.
 
-    A character that takes several tokens belongs to its last one, and the others are "". What never becomes a character
-    (a response cut in the middle of one) is "\ufffd".
+    A character of several tokens is the text of its last token; its other tokens are "". An incomplete character (a
+    response was cut in the middle of one) is "\ufffd".
     """
 
     def text(start: int, end: int) -> str:

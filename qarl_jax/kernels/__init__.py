@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels: programs for one device that compute the operations of `numerics` and `quant`."""
+"""Fused GPU and TPU kernels for operations of `numerics` and `quant`; each runs on one device."""

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one decoded token per row over a cache of keys and values: the embedded sampler's kernel on a GPU.
 
-XLA's own form copies a layer's part of the stacked cache before it multiplies it, and reads all slots of all rows,
-written or not. Here a program per row and kv head walks over the slots that the row has filled, once, with a running
-maximum (online softmax, arXiv 1805.02867), and adds up in float32. Scores and weighted values are sums of elementwise
-products: with a handful of queries per kv head there is nothing for tensor cores, and float32 stays float32.
+XLA copies a layer's part of the stacked cache before it multiplies it, and reads all slots of all rows, written or not.
+Here a program per row and kv head reads the slots that the row has filled, once, with a running maximum (online
+softmax, arXiv 1805.02867), and sums in float32. Scores and weighted values are sums of elementwise float32 products,
+because a few queries per kv head do not fill tensor cores.
 
-What is left out: splitting a long row over several programs, so a few long rows do not fill a GPU; gradients; and the
-roundings of any engine, so a profile that mirrors one takes XLA's form.
+Left out: splitting a long row over several programs, so a few long rows do not fill a GPU; gradients; and the roundings
+of engines, so profiles that mirror an engine use XLA.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B 1 N H"]:
-    """Softmax attention of one query per row over slots 0 .. slots[b] of one layer of a cache.
+    """Computes softmax attention of one query per row over slots 0 .. slots[b] of one layer of a cache.
 
     Args:
-      q: after RoPE. N a multiple of K.
+      q: queries after RoPE; N is a multiple of K.
       keys, values: the stacked cache, read in place.
-      layer: which of its layers.
-      slots: the last slot a row's query sees; beyond the cache counts as its last.
-      interpret: without a GPU, step by step (tests).
+      layer: the layer's index in the cache.
+      slots: the last slot that a row's query sees, clipped to the cache.
+      interpret: run without a GPU in Pallas' interpreter (tests).
 
     Returns:
       [B, 1, N, H] in q's dtype; sums in float32.

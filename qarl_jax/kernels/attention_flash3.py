@@ -1,16 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in the order of FlashAttention-3's forward on Hopper (arXiv 2407.08608), which is what vLLM runs there.
+"""Attention with the bits of FlashAttention-3's forward on Hopper (arXiv 2407.08608), which vLLM runs there.
 
-Per query: keys in blocks counted from the begin of its segment, the last block first; S = Q K^T; m = max(m, rowmax S);
-P = exp2(S c - m c) with c = scale log2(e), one fused multiply-add and the GPU's approximate exp2; the accumulator is
-rescaled by exp2((m_old - m) c) and P, rounded to bf16, times V is added onto it; at the end it is multiplied by the
-approximate reciprocal of the row sum. The row sum is kept by the four threads a row of a wgmma accumulator belongs to:
-thread q holds columns 8 j + 2 q and 8 j + 2 q + 1 and adds its own weights (float32, unrounded) one after the other,
-carried on from block to block; the four meet at the very end, as (l0 + l2) + (l1 + l3).
+Per query, keys come in blocks counted from the start of its segment, the last block first. S = Q K^T; m = max(m, rowmax
+S); P = exp2(S c - m c) with c = scale log2(e), one fused multiply-add and the GPU's approximate exp2. The accumulator
+is rescaled by exp2((m_old - m) c), and P, rounded to bf16, times V is added. At the end it is multiplied by the
+approximate reciprocal of the row sum. Four threads share a row of a wgmma accumulator, and with it the row sum: thread
+q holds columns 8 j + 2 q and 8 j + 2 q + 1, and adds its weights (float32, unrounded) one after the other, from block
+to block. At the very end the four sums are added as (l0 + l2) + (l1 + l3).
 
-Products by wgmma are equal to the bit whatever the tile, so tiles are free as long as wgmma is what runs: at least 64
-queries to four warps. The kernel is Pallas' Triton. Backward: see `attention.py`.
+Products by wgmma have equal bits for every tile, so tiles can be chosen freely as long as wgmma runs: at least 64
+queries to four warps. The kernel is written in Pallas' Triton. For the backward see `models/attention.py`.
 """
 
 from __future__ import annotations
@@ -175,13 +175,13 @@ def flash3_attention(
     block: int,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention within segments, without a gradient of its own.
+    """Computes causal attention within segments; it defines no gradient.
 
     Args:
-      q, k, v: bfloat16, H at most 128; kv heads are shared by N/K query heads.
-      segment_ids: as in `attention.attention`; None: one sequence to a row.
+      q, k, v: bfloat16, H at most 128; N/K query heads share a kv head.
+      segment_ids: as in `attention.attention`; None: one sequence per row.
       block: keys of a block (`numerics.attention.flash_block`), a multiple of 64.
-      interpret: run it on any backend, slowly, exp2 and reciprocals as they come there.
+      interpret: run on any backend in Pallas' interpreter, slowly, with the backend's exp2 and reciprocal.
     """
     B, T, N, H = q.shape
     K = k.shape[2]

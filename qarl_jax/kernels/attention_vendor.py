@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by the accelerators' own fused kernels: cuDNN on GPUs, splash attention on TPUs.
 
-Both compute causal softmax attention without ever holding scores, and both take packed rows without a mask of
-[T, T]: cuDNN by the places where segments begin (its "ragged" or packed layout, Hopper and later), splash by segment
-ids, block by block. Padding is a segment like any other here, so that every position has a finite output and a finite
-gradient.
+Both compute causal softmax attention without storing scores, and take packed rows without a mask of [T, T]: cuDNN by
+the offsets of segments (its "ragged" or packed layout, Hopper and later), splash by segment ids, block by block.
+Padding is treated as a segment, so that every position has a finite output and a finite gradient.
 
-JAX offers cuDNN's packed layout below its public `jax.nn.dot_product_attention` only, hence the import of a private
-module; jax is pinned, and tests lower the call.
+The public `jax.nn.dot_product_attention` lacks cuDNN's packed layout, so a private module of JAX is imported; jax is
+pinned, and tests lower the call.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def runs(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M1"],
 
 
 def segment_bounds(length: int, segment_ids: Int[Array, "B T"] | None) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-    """First slot of every position's run of equal segment ids, and the slot behind its last, int32.
+    """Finds the first slot of every position's run of equal segment ids, and the slot after its last, int32.
 
     Example: [[1, 1, 2, 0]] -> [[0, 0, 2, 3]], [[2, 2, 3, 4]].
     """
@@ -68,14 +67,14 @@ def segment_bounds(length: int, segment_ids: Int[Array, "B T"] | None) -> tuple[
 
 
 def cudnn_packs() -> bool:
-    """Tells whether this host's GPUs know the packed layout (compute capability 9.0 and later)."""
+    """Tells whether cuDNN's packed layout runs on this host's GPUs (compute capability 9.0 and later)."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     return bool(fused.check_compute_capability("9.0"))
 
 
 def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
-    """Says why FlashAttention-3's order (`attention_flash3.py`) is not available here; None: it is."""
+    """Names what this host lacks for the kernel of `attention_flash3.py` ("a Hopper GPU"); None: nothing."""
     if jax.default_backend() != "gpu":
         return "a GPU"
     if not is_hopper():
@@ -86,13 +85,13 @@ def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
 
 
 def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
-    """Tells whether `decode_attention` serves a decoding step here: one GPU, head_dim a power of two, no engine
-    mirrored.
+    """Tells whether `decode_attention` can compute a decode step here: one GPU, head_dim a power of two from 16 to 256,
+    and no mirrored engine.
 
     Args:
-      attention: `model.attention`; anything but "auto" says no.
-      head_dim: of queries and keys.
-      numerics: the profile in use.
+      attention: `model.attention`; the kernel needs "auto".
+      head_dim: width of a head.
+      numerics: the arithmetic of the mirrored engine.
     """
     mirrors = numerics.block_attention or numerics.float64
     mesh = jax.sharding.get_abstract_mesh()
@@ -107,7 +106,7 @@ def cudnn_attention(
     v: Float[Array, "B T K H"],
     packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]] | None,
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's kernel, bfloat16. packed_runs: `runs`; None: one sequence to a row."""
+    """Computes causal attention by cuDNN, bfloat16. packed_runs: from `runs`; None: one sequence per row."""
     length = q.shape[1]
     if length % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
@@ -163,10 +162,10 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Pallas' splash attention; T must be a multiple of 128. interpret: run it on any backend, slowly.
+    """Computes causal attention by Pallas' splash kernel. interpret: run on any backend in Pallas' interpreter, slowly.
 
     Raises:
-      UserError: T does not suit the kernel.
+      UserError: T is not a multiple of 128.
     """
     length = q.shape[1]
     if length % 128:
@@ -202,7 +201,7 @@ def split_by_hand(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N H"]:
-    """local(q, k, v, segment_ids) on each device's rows and heads: the partitioner cannot look into a Pallas kernel."""
+    """Calls local(q, k, v, segment_ids) on each device's rows and heads, because XLA cannot partition a kernel."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(q, k, v, segment_ids)

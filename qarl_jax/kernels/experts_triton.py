@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products for experts on a GPU, in Pallas' Triton: rows sorted by expert, each times its weight.
 
-`jax.lax.ragged_dot` has no kernel on a GPU: XLA writes every row once per expert, zeros for all but its own, and
-multiplies that. At Qwen3-30B-A3B's shapes and 16,384 tokens the copies of one product take 69 GB. Here a program has a
-tile of rows of one expert, found in a table that is computed from the group sizes on the device; nothing depends on
-how the rows are spread but the number of tiles that stay empty.
+`jax.lax.ragged_dot` has no kernel on a GPU: XLA writes every row once per expert, with zeros for other experts' rows,
+and multiplies these copies. At Qwen3-30B-A3B's shapes and 16,384 tokens the copies of one product take 69 GB. Here a
+program computes a tile of rows of one expert, from a table that the device computes from the group sizes. The grid does
+not depend on the group sizes; some tiles stay empty.
 
-int8 operands are added up exactly in int32, others in float32.
+Products of int8 operands are summed exactly in int32, others in float32.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from qarl_jax.runtime.mesh import on_one_device
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The tile of a program: [m, n] of a result at a time, over k inputs at a time; powers of two.
+    """The tile sizes of a Triton program, which computes [m, n] of the result, k inputs at a time; powers of two.
 
     Attributes:
-      warps, stages: of Triton; stages: tiles of inputs in flight.
-      group: tiles of rows that take turns, so that the weights they share are still in the L2 cache.
+      warps, stages: Triton's num_warps and num_stages (tiles of inputs in flight).
+      group: number of row tiles that are scheduled together, so that they find their common weights in the L2 cache.
     """
 
     m: int = 128
@@ -47,8 +47,8 @@ FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 
 
 def serves(*operands: jax.Array) -> bool:
-    """Tells whether the kernels take these operands: 16 or 8 bits wide, and all on one device, since nothing can be
-    cut out of a kernel but by hand (`jax.shard_map`)."""
+    """Tells whether the kernels support these operands: bfloat16 or int8, and on one device (or inside of
+    `jax.shard_map`), because XLA cannot partition a kernel."""
     return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in operands)
 
 
@@ -170,15 +170,15 @@ def product(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Num[Array, "M N"]:
-    """Each row times the weight of its group.
+    """Multiplies each row by the weight of its group (expert).
 
     Args:
       x: bfloat16 or int8, rows sorted by group.
       w: in x's dtype.
-      group_sizes: rows of each group; rows behind all of them give zeros.
-      dtype: of the result: int32 of int8 operands; float32 or bfloat16, rounded once, of others.
-      tile: None: the one for the dtype. No int32 depends on it, and of other results the last bits.
-      interpret: without a GPU, step by step (tests).
+      group_sizes: number of rows of each group; rows after the last group give zeros.
+      dtype: the result's: int32 for int8 operands; float32 or bfloat16, rounded once, for others.
+      tile: tile sizes; None: the default for the dtype. They can change last bits of floats, and no int32.
+      interpret: run without a GPU in Pallas' interpreter (tests).
     """
     m, n = x.shape[0], w.shape[1]
     tile = tile or (INTEGERS if x.dtype == jnp.int8 else FLOATS)
@@ -197,7 +197,7 @@ def weight_gradient(
     tile: Tile = WEIGHTS,
     interpret: bool = False,
 ) -> Float[Array, "E N K"]:
-    """dy^T x of each group's rows, summed in float32 and rounded once to `dtype`; zeros for a group without rows.
+    """Computes dy^T x of each group's rows, summed in float32 and rounded once to `dtype`; empty groups give zeros.
 
     Args:
       dy, x: bfloat16, rows sorted by group.

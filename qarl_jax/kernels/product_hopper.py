@@ -1,20 +1,19 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Products in Pallas' Mosaic GPU, for Hopper alone: of 8-bit codes with their rescale (`w8a8`, `fp8`), and of bfloat16
-split along K as the engine's (`float_product`).
+"""Matrix products for Hopper GPUs in Pallas' Mosaic GPU: of 8-bit codes with their rescaling (`w8a8`, `fp8`), and of
+bfloat16, split along K as in the engine (`float_product`).
 
-A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
-TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
-for each other, so one may rescale and write while the other multiplies, and the next tile's inputs are on their way
-meanwhile. Pallas' Triton has nothing of this.
+The kernel is persistent, with one block of three warpgroups per multiprocessor. One warpgroup copies tiles of
+activations and weights by TMA, ahead of the two that multiply them (wgmma), each one half of the block's tile. These
+two do not wait for each other: one may rescale and write while the other multiplies. Pallas' Triton cannot do this.
 
-int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
-other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the
-bits: the cores keep some 14 bits of a sum (docs/concepts/engines.md). A tile decides none, and neither do zeros after
-the last input, with which CUTLASS fills its own last tile.
+int8 codes are summed in int32, exactly. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
+other through all of K, and never added up outside. vLLM's CUTLASS kernel does so too. This decides the bits, because
+the cores keep some 14 bits of a sum (docs/concepts/engines.md). The tile does not change them, and neither do zeros
+after the last input, with which CUTLASS pads its last tile.
 
-bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.split_k`). All of them are filled in
-one walk through the inputs and added at the end, in float32: the parts cost no pass over memory.
+bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.split_k`). One pass over the inputs
+fills all of them; at the end they are added in float32. So the parts cost no further pass over memory.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ _COPY_REGISTERS = 40  # of a thread that only starts copies; the others take wha
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The tile of a block; no result depends on it.
+    """The tile sizes of a thread block; results do not depend on them.
 
-    wgmma wants parts of a multiple of 64 rows and of 8 outputs, 256 at most.
+    wgmma needs parts of a multiple of 64 rows and of 8 outputs, 256 at most.
 
     Attributes:
       m, n: rows and outputs of a block.
-      k: inputs it multiplies at a time; 128 bytes are the widest swizzle.
-      split: which of the two the warpgroups share out.
-      steps: tiles of inputs in shared memory, where K has so many.
+      k: inputs multiplied at a time; 128 bytes are the widest swizzle.
+      split: the dimension, m or n, along which the two multiplying warpgroups divide the tile.
+      steps: tiles of inputs in shared memory, at most.
       out_n: outputs that are written at a time; slots: such writes in flight, per warpgroup.
-      width: rows of tiles walked together, so that the weights they share are still in the L2 cache.
+      width: rows of tiles scheduled together, so that they find their common weights in the L2 cache.
     """
 
     m: int = 128
@@ -69,7 +68,7 @@ class Tile:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Rows and outputs of one warpgroup."""
+        """The rows and outputs of one warpgroup's part of the tile."""
         return (self.m // 2, self.n) if self.split == "m" else (self.m, self.n // 2)
 
 
@@ -256,18 +255,18 @@ def product(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf16 of `w8a8.rescale(x_q w_q^T, ...)`, the sums as above; of int8 codes equal to it to the last bit.
+    """Multiplies 8-bit codes and rescales: bf16(`w8a8.rescale(x_q w_q^T, ...)`), with sums as described above.
 
-    Sizes that the tile does not divide are filled up with zeros, which writes the operand anew.
+    For int8 codes all bits equal XLA's. Operands whose sizes the tile does not divide are copied, padded with zeros.
 
     Args:
       x_q, w_q: int8, or both float8_e4m3fn.
       s_x, s_w, bias: float32.
-      promoted: float32 sums of e4m3 codes that lose no bits in the tensor cores, which an engine's do.
-      tile: None: `tile_for` the shape. Its shared memory must be there.
-      blocks: None: one per multiprocessor.
-      interpret: parameters of Pallas' GPU interpreter, which runs it step by step on a CPU (tests); the interpreter
-        cannot transpose in shared memory, gets the weight as [K, N] and adds in numpy's order.
+      promoted: add the sums of e4m3 codes up outside of the tensor cores, which keeps all float32 bits; engines do not.
+      tile: tile sizes, which must fit into shared memory; None: `tile_for` the shape.
+      blocks: number of thread blocks; None: one per multiprocessor.
+      interpret: parameters of Pallas' GPU interpreter, which runs the kernel on a CPU (tests); the interpreter cannot
+        transpose in shared memory, gets the weight as [K, N] and adds in numpy's order.
     """
     m, n = x_q.shape[0], w_q.shape[0]
     if tile is None:
@@ -288,11 +287,11 @@ def float_product(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf16(acc + b), or bf16(bf16(acc f) + b): float32 sums of `splits` parts of K, added in ascending order.
+    """Computes bf16(acc + b), or bf16(bf16(acc f) + b), where acc is x w^T: float32 sums of parts of K, added in order.
 
     Args:
       x, w: bfloat16. bias, factor: float32.
-      splits: one or two (`split_k.splits_of`); others as in `product`.
+      splits: one or two (`split_k.splits_of`). tile, blocks, interpret: as in `product`.
     """
     if tile is None:
         tile = FLOAT if splits == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_SPLIT

@@ -1,21 +1,20 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of `w8a8` and `fp8` in kernels of their own on a Hopper GPU, and where they may be used.
+"""Matrix products by our kernels on a Hopper GPU (`w8a8`, `fp8` and bfloat16), and the conditions for their use.
 
-**w8a8.** XLA writes the int32 product to memory and reads it back to multiply it by the scales. A kernel that rescales
-its accumulator in registers writes two bytes per output instead of writing and reading four as well. It changes speed
-alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153
-ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way
-(docs/operations/performance.md).
+**w8a8.** XLA writes the int32 product to memory and reads it back to multiply it by the scales. The kernel rescales its
+accumulator in registers, and writes two bytes per output instead of writing and reading four as well. Both have the
+same bits. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153 ms of 1.41 s, 1,490 TFLOP/s;
+a step with XLA's took 1.53 s, when other parts were slower too (docs/operations/performance.md).
 
-**bf16, w4a16's bf16(q s) and nvfp4's q s.** For a batch-invariant engine alone: the kernel splits K alike for any
-number of rows. XLA's library splits it by a rule of its own when rows are few, and passes over memory once a part.
+**bf16, w4a16's bf16(q s) and nvfp4's q s.** For batch-invariant engines alone: the kernel splits K in one way for any
+number of rows. XLA's library splits K only when rows are few, by another rule, with one pass over memory per part.
 
-**fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
-rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
+**fp8.** The kernel changes bits: it accumulates as the engine's kernel does (`product_hopper.py`); XLA's products of
+few rows do not. Under `plain` a row's bits do not depend on the number of rows; with XLA they do.
 
-`Numerics.own_kernels` says whether they run. Everything else keeps XLA's form: other devices, float32 activations,
-experts, a mesh that does not divide the layer; for w8a8 few rows and CPUs' profiles, for fp8 CPUs' profiles.
+`Numerics.own_kernels` turns the kernels on. XLA computes everything else: other devices, float32 activations, experts,
+a mesh that does not divide the layer, profiles of CPUs (w8a8 and fp8), and w8a8 with few rows.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _WEIGHT = PartitionSpec("tensor", None)
 
 
 def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
-    """Tells whether kernels are to take a layer on this host's devices.
+    """Tells whether our kernels compute a layer's forward on this host's devices.
 
     Args:
-      kind: of the operands: "int8" or "e4m3" codes (`Scheme.kernel`), or "bf16".
+      kind: the operands' kind: "int8" or "e4m3" codes (`Scheme.kernel`), or "bf16".
       x: activations [M, K] in compute dtype.
-      weight: its shape, (N, K).
-      numerics: the arithmetic in use.
+      weight: the weight's shape, (N, K).
+      numerics: the arithmetic of the mirrored engine.
     """
     if kind not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
@@ -65,9 +64,9 @@ def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics)
 
 
 def serves_gradient(codes: jax.Array, dtype: Any, numerics: Numerics) -> bool:
-    """Tells whether the kernel is to take a product of a low-bit backward of `codes` [M, K], rounded to `dtype`.
+    """Tells whether our kernel computes a low-bit backward's product of `codes` [M, K], rounded to `dtype`.
 
-    All of it lies on one device then, for a mesh cuts what is contracted.
+    It does so on one device alone, because a mesh would split the contraction.
     """
     is_eight_bit = codes.dtype in (jnp.int8, jnp.float8_e4m3fn) and dtype == jnp.bfloat16
     return is_eight_bit and numerics.own_kernels and is_hopper() and on_one_device()
@@ -124,7 +123,9 @@ def eight_bit(
     promoted: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf(s_x * (s_w * acc)), or with a bias bf(fma(s_x, s_w * acc, b)), acc exact or accumulated as the engine's.
+    """Computes bf16(s_x * (s_w * acc)) of 8-bit codes, or with a bias bf16(fma(s_x, s_w * acc, b)), on any mesh.
+
+    acc is x_q w_q^T: exact for int8, accumulated as in vLLM's CUTLASS kernel for e4m3.
 
     Args:
       x_q, w_q: int8, or both float8_e4m3fn.
@@ -148,7 +149,8 @@ def floating(
     splits: int,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf(acc + b), or bf(bf(acc f) + b), of bfloat16 operands and float32 b and f, acc in `splits` parts of K."""
+    """Computes bf16(acc + b), or with a factor f bf16(bf16(acc f) + b), on any mesh. x and w are bfloat16, b and f
+    float32; acc is x w^T, summed in `splits` parts of K."""
     from qarl_jax.kernels import product_hopper
 
     factors = () if factor is None else (jnp.broadcast_to(factor, w.shape[:1]),)

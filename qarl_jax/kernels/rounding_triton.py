@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stochastic rounding of a matrix to codes, along rows and, transposed, along columns, in Pallas' Triton.
 
-The two products of a low-bit backward contract dY along its columns and along its rows, and tensor cores want eight-bit
-operands contiguous along what is contracted. XLA makes of the second a float32 copy of dY, transposed, which it writes
-and reads several times: 4 GB for 16,384 tokens and 12,288 outputs. Here a tile is read once and written twice, a byte
+The two products of a low-bit backward contract dY along its columns and along its rows. Tensor cores need eight-bit
+operands that are contiguous along the contracted axis. For the second product XLA writes and reads a transposed float32
+copy of dY several times: 4 GB for 16,384 tokens and 12,288 outputs. Here a tile is read once and written twice, a byte
 per element each.
 
 Every operation is exact or correctly rounded, so the codes are XLA's to the bit.
@@ -30,7 +30,7 @@ from qarl_jax.runtime.mesh import is_hopper, on_one_device
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Rows and columns of a program's tile, powers of two, and its warps. No code depends on them."""
+    """The rows and columns of a Triton program's tile, powers of two, and its warps. Codes do not depend on them."""
 
     m: int = 64
     n: int = 128
@@ -38,12 +38,12 @@ class Tile:
 
 
 class Along(NamedTuple):
-    """A direction of codes that share a scale.
+    """A direction along which elements share a scale, with the numbers to round along it.
 
     Attributes:
-      axis: 1: along rows, 0: along columns, whose codes are transposed.
-      factor: float32, as many as the axis has: elements are multiplied by it first.
-      inverse: float32, as many as the other axis has: then by it.
+      axis: 1: along rows; 0: along columns, whose codes are written transposed.
+      factor: float32, one number per index of `axis`, by which elements are multiplied first.
+      inverse: float32, reciprocals of the scales, one per index of the other axis, by which they are multiplied next.
       seed: uint32 scalar.
     """
 
@@ -54,7 +54,7 @@ class Along(NamedTuple):
 
 
 def serves(numerics: Numerics) -> bool:
-    """Tells whether the kernel is to round on this host's devices: on a Hopper GPU that computes by itself."""
+    """Tells whether the kernel rounds on this host's devices: it needs one Hopper GPU and `own_kernels`."""
     return numerics.own_kernels and is_hopper() and on_one_device()
 
 
@@ -68,12 +68,12 @@ def codes(
     tile: Tile = Tile(),
     interpret: bool = False,
 ) -> list[Array]:
-    """Codes of x in each direction: [A, B] along rows, and [B, A] along columns.
+    """Rounds x to codes in each direction: [A, B] along rows, and [B, A] along columns.
 
     Args:
       x: floats, or codes.
-      rounded: of float32 of at most `largest` and random bits to `dtype` (`stochastic.to_int8`).
-      interpret: without a GPU, step by step (tests).
+      rounded: function that rounds float32 of magnitude at most `largest`, with random bits (`stochastic.to_int8`).
+      interpret: run without a GPU in Pallas' interpreter (tests).
     """
     a, b = x.shape
     by = tuple(each.axis == 0 for each in along)
@@ -93,7 +93,7 @@ def codes(
 
 
 def transposed(x: Num[Array, "A B"], *, tile: Tile = Tile(), interpret: bool = False) -> Num[Array, "B A"]:
-    """x, columns contiguous."""
+    """Transposes a matrix of codes in memory, so that its columns become contiguous."""
     a, b = x.shape
     return pl.pallas_call(
         functools.partial(_transpose_kernel, tile=tile),

@@ -1,35 +1,34 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's critic: a second model of the policy's family that says, before each response token, what reward will follow.
+"""PPO's critic: a second model of the policy's family that predicts the return before each response token.
 
-    V(s_t) = w . h(s_t) + b        h(s_t): hidden state behind the final norm at the position before token t
+    V(s_t) = w . h(s_t) + b        h(s_t): hidden state after the final norm at the position before token t
 
-The body starts as a copy of the policy's masters (or from another folder), the scalar head w, b at zero, so that the
-first advantages are plain rewards to go, and the first update moves nothing but the head. With `lora` the body is
-frozen, and adapters learn beside its linear maps (learning/lora.py). A policy with adapters lends such a critic its
-base: the same arrays, under the policy's scheme and arithmetic.
+The body (the model without output head) starts as a copy of the policy's masters, or from another folder. The scalar
+head w, b starts at zero: the first advantages are rewards to go, and the first update moves only the head. With `lora`
+the body is frozen, and adapters on its linear maps are trained (learning/lora.py). If the policy has adapters too, both
+share one frozen base, under the policy's scheme and arithmetic.
 
-One step, as `train.py` drives it; the rows are those the policy trains on, with a reward where advantages will be:
+One step, as `train.py` runs it; micro-batches are the policy's, with rewards in the field `advantages`:
 
     judged = critic.judge(micro_batches_of_every_update, per_pass)      # V, GAE, whitening: once, before any update
     for each update:
         fitted = critic.update(micro_batches, judged.targets[i], num_tokens, num_sequences)
         ... the policy's own update, on judged.updates[i]
 
-What we hold to, and why:
+Decisions, and their reasons:
 
-  * No low bits, but for a base that is shared. The policy's forward is quantized because its sampler's is; a critic is
-    never sampled, so there is nothing to be aligned with, and a coarser grid would only add noise to a regression. It
-    computes in the model's dtype under plain arithmetic, whatever engine the policy mirrors; masters, head, GAE and
-    loss are float32.
-  * Advantages belong to the critic at the start of the step, in all of its updates, and so do the values that the
-    clipped loss (`loss/value.py`) holds it near: the same role as `old_logprobs` in the actor's clip.
-  * A response is judged in the row it is trained in. GAE restarts at every segment; a response that ran into the
-    length limit ends there, with its reward.
-  * With advantage.level=turn a step is a turn (ArCHer's utterance-level critic, https://arxiv.org/abs/2402.19446): it
-    is judged and fitted at the first token of each, from the turns' own rewards.
-  * No sampler correction: w weighs the actor alone. No source reweighs the critic.
-  * For the first `warmup_steps` the actor waits: a critic that knows nothing yet would only add noise to it.
+  * The critic has no low bits, except in a shared base. The policy's forward is quantized because its sampler's is. No
+    engine samples the critic, so rounding would only add noise to a regression. It computes in the model's dtype under
+    plain arithmetic, whatever engine the policy mirrors; masters, head, GAE and loss are float32.
+  * All updates of a step use advantages from the critic at the start of the step. The clipped loss (`loss/value.py`)
+    clips around the values of this critic too, as the actor's clip uses `old_logprobs`.
+  * Values of a response are computed in the packed row that is trained on. GAE restarts at every segment; a response
+    that reached the length limit ends there, with its reward.
+  * With advantage.level=turn a step of GAE is a turn (ArCHer's utterance-level critic,
+    https://arxiv.org/abs/2402.19446): values are computed and fitted at each turn's first token, from turns' rewards.
+  * Sampler corrections weigh the actor's loss alone. No source reweighs the critic.
+  * In the first `warmup_steps` the actor is not updated, because an untrained critic would only add noise to it.
 
 Left out: layers shared with the policy, a KL in the reward (the KL term of the loss is independent of the critic), and
 writing a critic as a model folder.
@@ -76,12 +75,12 @@ class Config:
     """The critic of a run with advantage.name=gae.
 
     Attributes:
-      path: Hugging Face folder of its body, of the policy's vocabulary; null: the policy's own masters, or its base.
-      lora: adapters that learn on the frozen body; null: all of it learns.
+      path: Hugging Face folder of the critic's body, with the policy's vocabulary; null: the policy's masters or base.
+      lora: adapters to train on a frozen body; null: the whole body is trained.
       dtype: compute dtype; null: model.dtype.
-      clip: how far a value may move within a step before its loss stops pulling; null: no clip. 0.5: verl.
-      warmup_steps: first steps in which only the critic learns.
-      optimizer: its own. AdamW at 1e-5, as verl; the head needs AdamW in any case, and Muon gives it that.
+      clip: bound on a value's change within a step, beyond which its loss has no gradient; null: no clip. 0.5: verl.
+      warmup_steps: number of first steps in which only the critic is trained.
+      optimizer: the critic's optimizer, by default AdamW at 1e-5, as in verl; Muon updates the head by AdamW too.
     """
 
     path: str | None = None
@@ -100,15 +99,15 @@ class Config:
 
     @property
     def trainable(self) -> Trainable:
-        """The leaves of the body that learn."""
+        """The trainable leaves of the body."""
         return ALL if self.lora is None else self.lora.trainable
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The targets of one micro-batch: [B, T] float32, and where: [B, T] bool, its drawn tokens or the first of each
-    turn."""
+    """A micro-batch's old values and returns, [B, T] float32. The mask, [B, T] bool, marks the tokens that are fitted:
+    sampled tokens, or the first token of each turn."""
 
     values: Any
     returns: Any
@@ -117,11 +116,11 @@ class Targets:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A step's samples as the critic saw them at its start.
+    """Advantages and value targets of a step, from the critic at the start of the step.
 
     Attributes:
-      updates: the micro-batches of every update, an advantage per token in place of the reward.
-      targets: what the critic fits in each of them.
+      updates: the micro-batches of every update, with an advantage per token in place of the reward.
+      targets: the critic's targets for each of these micro-batches.
       metrics: `critic/explained_variance`; mean and standard deviation of advantages (before whitening) and returns.
     """
 
@@ -133,11 +132,11 @@ class Judgement:
 def body_config(
     config: models.ModelConfig, dtype: Any = None, lora: models.Lora | None = None, *, shared: bool = False
 ) -> models.ModelConfig:
-    """The config of a critic's body: a model's layers and stacks without an output head.
+    """Makes the config of a critic's body: a model's layers and stacks without an output head.
 
     Args:
-      config: the policy's, or another model's. dtype: of the computation; None: the config's.
-      lora: adapters. shared: keep scheme and arithmetic, as a base that is the policy's has them; else full precision.
+      config: config of the policy or of another model. dtype: compute dtype; None: the config's.
+      lora: adapters. shared: keep scheme and arithmetic, for a base shared with the policy; else full precision.
     """
     return dataclasses.replace(
         config,
@@ -154,10 +153,10 @@ def body_config(
 def of_policy(
     trainable: Trainable, config: models.ModelConfig, params: nnx.State, frozen: nnx.State | None, mesh: Mesh
 ) -> tuple[nnx.State, nnx.State]:
-    """(masters that learn, frozen) of a body that begins as a policy, as `Learner.read` gives them; without adapters.
+    """Makes (trainable masters, frozen entries) of a body that starts as a copy of the policy, without adapters.
 
     Args:
-      config: of the body. params, frozen: the policy's, as `Learner.init` takes them. What both hold frozen is shared.
+      config: the body's. params, frozen: the policy's, as `Learner.init` takes them. Leaves frozen in both are shared.
     """
     own, held = (
         part_of(state, lambda path: not re.search(r"^head\.|\.lora_[ab]$", path))
@@ -170,7 +169,7 @@ def of_policy(
 
 
 def init_params(body: nnx.State, hidden_size: int) -> dict[str, Any]:
-    """Float32 copies of a body's masters that learn, and a value head of zeros."""
+    """Makes the critic's params: float32 copies of the body's trainable masters, and a value head of zeros."""
     return {
         "body": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), body),
         "head": {"weight": jnp.zeros((hidden_size,), jnp.float32), "bias": jnp.zeros((), jnp.float32)},
@@ -181,15 +180,15 @@ class Critic:
     """Owns the critic's state and compiled functions.
 
     Args:
-      config: of the body (`body_config`).
+      config: config of the body (`body_config`).
       params: {"body": nnx.State of float32 masters, "head": {"weight": [D], "bias": []} float32} (`init_params`).
-      frozen: what the forward reads beside them, as `Learner.frozen` holds it; None: all of the body learns.
+      frozen: the body's frozen entries, like `Learner.frozen`; None: the whole body is trainable.
       term: the value loss, from `loss.get_term("value", ...)`.
       advantage: discount, decay, whitening.
-      optimizer: of `params`.
-      mesh: device mesh; the body lies on it as the policy does, the head is everywhere.
+      optimizer: optimizer of `params`.
+      mesh: device mesh; the body is sharded as the policy is, the head is replicated.
       max_segments: static bound on responses per row; 1: unpacked.
-      offload: the optimizer state rests in the host's memory.
+      offload: keep the optimizer state in the host's memory.
       schedule: learning rate as a function of the update count, for the metrics.
     """
 
@@ -229,15 +228,15 @@ class Critic:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def init(self, params: Any) -> TrainState:
-        """A fresh state around `params`, placed on the mesh."""
+        """Makes a state of `params` with zero moments, placed on the mesh."""
         return fresh_state(self._apply, params, self.places, self.replicated)
 
     def entries(self) -> dict[str, Any]:
-        """The state as a checkpoint's entry, beside the learner's."""
+        """Returns the state as a checkpoint's entry, named "critic"."""
         return {"critic": self.state}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes over `entries` read back from a checkpoint."""
+        """Replaces the state by `entries` that were read from a checkpoint."""
         self.state = saved["critic"]
 
     # ---- values and advantages --------------------------------------------------------------------------------------
@@ -266,12 +265,12 @@ class Critic:
         return values, over_turns(advantages, at, mask) if by_turn else advantages, returns, at
 
     def judge(self, updates: Sequence[Sequence[TrainBatch]], per_pass: int) -> Judgement:
-        """Values, returns and advantages of a step's samples under the critic as it is now.
+        """Computes values, returns and advantages of a step's samples under the critic's present state.
 
         Args:
           updates: the micro-batches of every update; `advantages` holds each response's reward on its tokens.
-          per_pass: the first so many updates hold every response once; what is measured, and what whitening subtracts
-            and divides by, is taken from them.
+          per_pass: number of first updates that hold every response once; metrics and the moments for whitening are
+            computed from these.
         """
         with launching(self.mesh):
             judged = [[self._judge(self.state.params, self.frozen, micro) for micro in micros] for micros in updates]
@@ -360,11 +359,11 @@ class Critic:
     def update(
         self, micros: Sequence[TrainBatch], targets: Sequence[Targets], num_tokens: float, num_sequences: float
     ) -> dict[str, Metric]:
-        """One optimizer update on the rows of one of the policy's. A gradient that is not finite changes nothing.
+        """Makes one optimizer update on the rows of a policy update. A gradient that is not finite changes nothing.
 
         Args:
-          micros, targets: of that update, from `judge`.
-          num_tokens, num_sequences: response tokens and non-empty responses in all of them.
+          micros, targets: micro-batches and targets of the update, from `judge`.
+          num_tokens, num_sequences: response tokens and non-empty responses in all micro-batches.
         """
         if self.advantage.level == "turn":  # the critic is fitted once a turn
             num_tokens = float(sum(processes.fetch([target.mask.sum() for target in targets])))

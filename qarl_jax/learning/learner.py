@@ -1,20 +1,20 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The learner: high-precision masters, a low-bit forward, one optimizer update at a time. No input or output here.
+"""The learner: compiled programs that compute log-probs, gradients and optimizer updates of a low-bit policy.
 
-One update, as `train.py` drives it:
+One update, as `train.py` runs it:
 
     qweights = learner.quantize(state.params)                   # once per update, shared by everything below
     state, metrics = learner.update(state, qweights, micro_batches, old_logprobs, num_tokens, num_sequences)
 
 Where every mini-batch is a single micro-batch, gradient and optimizer are one compiled program and no accumulator
-exists; otherwise `update` is `zero_grads`, `accumulate_grads` per micro-batch, `apply_update`. Both give the same
-numbers. `apply_update` goes stack by stack where the model is not small (`by_stack`). An optimizer state that rests in
-the host's memory (`Options.offload`) comes to the device for it, so that gradient and optimizer are separate programs.
+exists. Otherwise `update` calls `zero_grads`, `accumulate_grads` per micro-batch, and `apply_update`; the numbers are
+equal. `apply_update` updates large models stack by stack (`by_stack`). With `Options.offload` the optimizer state stays
+in the host's memory between updates, and gradient and optimizer are separate programs.
 
-The forward reads only the QTensors (and the masters of what is not quantized: norms, embeddings, lm_head); the
-gradient reaches the masters through the straight-through estimator in `quant.dot` (QaRL, arXiv 2604.07853, sec. 3.1).
-Denominators are those of the whole optimizer mini-batch, so micro-batches, packing and devices sum to the full batch.
+The forward reads only the QTensors (and masters of unquantized weights: norms, embeddings, lm_head); the gradient
+reaches the masters through the straight-through estimator in `quant.dot` (QaRL, arXiv 2604.07853, sec. 3.1). Losses are
+divided by the counts of the whole optimizer mini-batch, so that micro-batches, packing and devices do not matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EXACT = "proximal/exact"  # the share of an update's tokens whose log-prob in it
 
 
 def is_exact(metrics: Mapping[str, Metric]) -> jax.Array:
-    """bool scalar: that share of an update is the whole. Traceable."""
+    """Returns a bool scalar: every log-prob of the update's forward equals the old one, to the bit (metric `EXACT`)."""
     share = metrics[EXACT]
     assert isinstance(share, Mean)
     return jnp.asarray(share.total) == jnp.asarray(share.count)
@@ -67,23 +67,23 @@ class Options:
     """The part of the run's configuration that changes the compiled step.
 
     Attributes:
-      temperature: sampling temperature; the learner divides its logits by the same number (algorithms: ls, lo and lp
-        are log-probabilities of one distribution).
+      temperature: the sampler's temperature, by which the learner divides its logits too, so that both compute
+        log-probs of one distribution.
       logprob_chunk: tokens per chunk of the fused head (see `logprobs.py`).
-      grad_dtype: dtype of the gradient between backward and optimizer. "bfloat16" halves it, accumulator included; with
-        many micro-batches their sum then loses bits (eight are kept), so use it with one or a few.
+      grad_dtype: dtype of gradients and their accumulator. "bfloat16" halves their memory and keeps eight bits of a
+        sum, so use it with one or a few micro-batches.
       one_program: compute an update of a single micro-batch in one program. Off where other updates have several, so
-        that a run never needs both.
-      offload: the optimizer state rests in the host's memory, and `apply_update` moves it to the device and back, stack
-        by stack.
+        that a run does not compile both.
+      offload: keep the optimizer state in the host's memory; `apply_update` moves it to the device and back, stack by
+        stack.
       max_segments: static bound on responses per packed row.
       entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
-      kl: that term, from `loss.get_term`.
+      kl: the KL term, from `loss.get_term`.
       diagnostics: count error tokens, and log-ratios per bin by the sign of the advantage.
-      backward: format of the gradient's products in linear layers (`quant.backward`); "bf16": the compute dtype's own.
-      token_logprobs: return the log-probs a gradient was taken at, as `token_trace.LOGPROBS` among the metrics.
-      share: factor of the loss, of a learner whose gradient is one of several that are added up.
+      backward: format of the gradient's products in linear layers (`quant.backward`); "bf16": the compute dtype.
+      token_logprobs: return the log-probs of the gradient's forward as the metric `token_trace.LOGPROBS`.
+      share: factor of the loss, for learners whose gradients are summed (`Learner.beside`).
     """
 
     temperature: float = 1.0
@@ -106,24 +106,24 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 class Learner:
-    """Owns the compiled functions of one run, and what is frozen; every other array stays an argument.
+    """Owns the compiled functions of one run, and the frozen weights; all other arrays are arguments and results.
 
     Args:
       graphdef: structure of the model (`models.split`); its config names the forward scheme.
       loss_fn: `LossInputs -> (Mean, metrics)`, from `qarl_jax.loss.get_loss`.
-      optimizer: of the `params` state.
+      optimizer: the optimizer of the masters.
       mesh: device mesh (`mesh.make_mesh()`: one device).
       options: static settings of the step.
       schedule: learning rate as a function of the update count, for the metrics.
-      trainable: which leaves learn.
-      beside: by name, learners of the same masters under other schemes; their gradients are added to its own.
+      trainable: decides which leaves are trainable.
+      beside: learners by name that have these masters under other schemes; `update` adds their gradients.
 
     Attributes:
-      frozen: entries of `qweights` of the other leaves, since `init`.
-      keeper: memory for some of those outside of JAX's, or None. Set it before anything is read or compiled.
+      frozen: entries of `qweights` for the frozen leaves, set by `init`.
+      keeper: a store outside of JAX for some frozen weights, or None. Set it before anything is read or compiled.
 
     Raises:
-      UserError: a pattern of `trainable` is found in no weight's path, or nothing learns.
+      UserError: a pattern of `trainable` is found in no weight's path, or no leaf is trainable.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class Learner:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def init(self, params: Any, frozen: Any = None) -> TrainState:
-        """A fresh state around `params`, placed on the mesh; the moments lie where their parameters do.
+        """Makes a state of `params` with zero moments, placed on the mesh; moments are sharded as their parameters.
 
         Args:
-          params: masters of all leaves, or, beside `frozen`, of those that learn.
-          frozen: entries of `qweights` for the frozen leaves, in place on the mesh; None: they are made of `params`.
+          params: masters of all leaves, or, if `frozen` is given, of the trainable leaves.
+          frozen: entries of `qweights` for the frozen leaves, placed on the mesh; None: they are made of `params`.
 
         Raises:
           UserError: a leaf has neither master nor entry.
@@ -185,22 +185,22 @@ class Learner:
         return fresh_state(self._apply, params, self.param_shardings, self.replicated)
 
     def read(self, read_leaves: Callable[..., Iterable[tuple[Any, Any]]], *source: Any) -> tuple[Any, Any]:
-        """(masters, frozen) for `init`, of a policy whose leaves come one by one.
+        """Reads (masters, frozen) for `init`, leaf by leaf.
 
-        Each frozen leaf goes into the form it is held in as it comes, some layers at a time (`pieces.cut`): no two
-        masters of those are ever on the devices, but those whose QTensors share a number.
+        Each frozen leaf is quantized or cast as soon as it is read, some layers at a time (`pieces.cut`). So the
+        devices hold one frozen master at a time, or those whose QTensors share a scale.
 
         Args:
-          read_leaves: `models.read_masters`, or its like. source: its first arguments; the model's config follows.
+          read_leaves: `models.read_masters` or a similar function. source: its arguments before the model's config.
         """
         return pieces.read(self.trainable, self.config, self.mesh, functools.partial(read_leaves, *source), self.keeper)
 
     def hold(self, frozen: Any) -> None:
-        """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""
+        """Sets the entries of `qweights` for the frozen leaves. `init` calls it; for scoring alone it suffices."""
         self.frozen, self._fixed = frozen, {self.graphdef: frozen}
 
     def held(self, params: Any) -> Any:
-        """Makes those entries of the frozen masters among `params`, which may be some of them."""
+        """Makes entries of `qweights` from the frozen masters in `params`, which need not have all of them."""
         return self._held(self.trainable, params)
 
     def _held(self, trainable: Trainable, params: Any) -> Any:
@@ -210,7 +210,7 @@ class Learner:
             return holder(trainable, self.graphdef)(jax.device_put(own, places))
 
     def model(self, params: Any) -> models.Transformer:
-        """The model itself, for export and inspection. Frozen QTensors stand for their masters, dequantized."""
+        """Makes the model, for export and inspection; frozen kernels are dequantized from their QTensors."""
         params, qtensors = joined(params, self.quantize(params))
         model = models.merge(self.graphdef, params, qtensors)
         masters, codes = models.by_path(params), models.by_path(qtensors)
@@ -220,21 +220,21 @@ class Learner:
         return model
 
     def reference(self, params: Any) -> tuple[Any, Any]:
-        """Masters, of which there are none, and `qweights` of a policy that stays as `params` are, for `score`.
+        """Makes the arguments (params, qweights) of `score` for a reference policy with the weights `params`.
 
-        It computes under the learner's own scheme, so that its KL to the policy is 0 where a run starts. What is frozen
-        in the learner is shared with it.
+        Its `params` are empty: all its leaves are frozen, under the learner's scheme, so that the KL to the policy is 0
+        when a run starts. It shares the learner's frozen leaves.
         """
         made = self._held(NOTHING, params)
         return nnx.State({}), united(made, self.frozen) if self.trainable.freeze else made
 
     def quantize(self, params: Any) -> Any:
-        """Makes what the forward reads beside masters, once per optimizer update: QTensors of its scheme (none under
-        bf16), and all that is frozen."""
+        """Makes `qweights`, once per optimizer update: the QTensors of the forward's scheme (none under bf16), and all
+        frozen entries."""
         return self._quantize(params)
 
     def quantizer(self, graphdef: nnx.GraphDef) -> Callable[[Any], Any]:
-        """`quantize` for the same masters under another graph definition's scheme (a sampler's of its own)."""
+        """Returns a function like `quantize` under another graphdef's scheme, for a sampler that has another scheme."""
         compiled = models.quantizer(graphdef)
 
         def quantize(params: Any) -> Any:
@@ -250,7 +250,7 @@ class Learner:
     # ---- compiling ahead of time ------------------------------------------------------------------------------------
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and places of `init`'s state; no array is made."""
+        """Returns the state that `init` makes, with shapes, dtypes and shardings in place of arrays."""
         params = jax.tree.map(_at, self.trainable.learned(self.abstract_params), self.param_shardings)
         opt_state = jax.eval_shape(self.optimizer.init, params)
         state = TrainState(
@@ -261,7 +261,7 @@ class Learner:
         return self._apply.resting(state)
 
     def abstract_batch(self, rows: int, row_len: int, routed: tuple[int, int] | None = None) -> TrainBatch:
-        """Shapes and places of a micro-batch. routed: (layers, experts per token) where routing is replayed."""
+        """Returns a micro-batch of shapes and shardings. routed: (layers, experts per token) if routing is replayed."""
 
         def row(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, row_len, *more), dtype, sharding=self.batch_sharding)
@@ -279,14 +279,14 @@ class Learner:
     def compile_ahead(
         self, rows: int, row_len: int, *, scored: bool, routed: tuple[int, int] | None = None
     ) -> list[jax.stages.Compiled]:
-        """Compiles what a step of such micro-batches calls, so that its first one finds it compiled; those programs.
+        """Compiles the programs of a step with micro-batches of this shape, and returns them.
 
-        Needs no weights: it may go on in a thread while they are read. What a step calls otherwise than is foreseen
-        here is compiled when it does.
+        It needs no weights, and so can run in a thread while weights are read. A program that is not foreseen here is
+        compiled at its first call.
 
         Args:
           rows, row_len: shape of a micro-batch.
-          scored: whether old log-probs are scored: the step has several updates.
+          scored: whether old log-probs are scored, because the step has several updates.
           routed: (layers, experts per token) where routing is replayed.
         """
         batch = self.abstract_batch(rows, row_len, routed)
@@ -304,16 +304,16 @@ class Learner:
             with jax.set_mesh(self.mesh), progress.task(f"compiling {name}"):
                 return program.lower(*arguments).compile()
 
-        sources = [(models.quantizer(self.graphdef), state.params)]
+        sources = [(models.quantizer(self.graphdef), state.params, state.params)]
         kept = nnx.State({}) if self.keeper is None else self.keeper.abstract()
         if self.trainable.freeze:  # as a policy is read (`build.load_policy`)
             frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
             own = part_of(frozen, lambda path: path not in models.by_path(kept))
             hold = holder(self.trainable, self.graphdef)
-            sources += [(hold, group) for group in pieces.together(self.config, own)]
-        programs = [compiled("quantization", *source) for source in sources]
+            sources += [(hold, *group) for group in pieces.groups(self.config, own)]
+        programs = [compiled("quantization", program, piece) for program, piece, _ in sources]
         with jax.set_mesh(self.mesh):
-            made = [jax.eval_shape(*source) for source in sources]
+            made = [jax.eval_shape(program, whole) for program, _, whole in sources]
         read = [jax.tree.map(_at, x, done.output_shardings) for x, done in zip(made, programs, strict=True)]
         qweights = united(*read, kept) if self.trainable.freeze else read[0]
         rest = qweights, batch, row if scored else None, *counts, ref
@@ -334,7 +334,7 @@ class Learner:
             return programs + [future.result() for future in waiting]
 
     def put(self, batch: TrainBatch) -> TrainBatch:
-        """Host rows [B, T] onto the devices, rows split over the data axes."""
+        """Copies host rows [B, T] to the devices, with rows split over the data axes."""
         return jax.tree.map(lambda x: processes.put(x, self.batch_sharding), batch)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class Learner:
             )
 
     def score(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities and entropies [B, T] float32 of the current policy: the proximal policy of an update."""
+        """Computes log-probs and entropies [B, T] float32 under these weights, for example of the proximal policy."""
         with launching(self.mesh):
             return self._score(params, qweights, batch)
 
@@ -375,7 +375,7 @@ class Learner:
         return jnp.dtype(self.options.grad_dtype)
 
     def zero_grads(self, state: TrainState) -> Any:
-        """Zeros in `grad_dtype`, shaped like the masters."""
+        """Makes an accumulator: zeros in `grad_dtype`, shaped and sharded like the masters."""
         return self._zero_grads(state.params)
 
     def _zeros(self, params: Any) -> Any:
@@ -464,12 +464,12 @@ class Learner:
         """Adds one micro-batch's gradient to `grads` (donated).
 
         Args:
-          old_logprobs: [B, T] float32 from `score` on the same rows, or None when the whole rollout batch is one
-            update: the proximal policy is then the current one (stop-gradient).
+          old_logprobs: [B, T] float32 from `score` on these rows, or None when the whole rollout batch is one update:
+            the proximal policy is then the current one (stop-gradient).
           num_tokens, num_sequences: response tokens and non-empty responses of the whole optimizer mini-batch.
-          ref_logprobs: [B, T] float32, the reference policy's scores of the same rows, where there is a KL term.
-          updates, number: updates before this one, and the micro-batch's number in it: a low-bit backward is rounded by
-            them.
+          ref_logprobs: [B, T] float32, the reference policy's log-probs of these rows, where there is a KL term.
+          updates, number: updates before this one, and the micro-batch's number within it; they seed the rounding of a
+            low-bit backward.
 
         Returns:
           The new accumulator and this micro-batch's metrics (merge them with `metrics.merge`).
@@ -527,7 +527,7 @@ class Learner:
         return metrics
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
-        """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
+        """Makes one optimizer update; `state` is donated. A zero or non-finite gradient leaves the state unchanged."""
         with launching(self.mesh):
             return self._apply(state, grads)
 
@@ -558,19 +558,19 @@ class Learner:
         guarded: bool = False,
         beside: Mapping[str, Sequence[jax.Array | None]] | None = None,
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """One optimizer update from all micro-batches of its mini-batch; `state` is donated.
+        """Makes one optimizer update from all micro-batches of a mini-batch; `state` is donated.
 
         Args:
           qweights: `quantize(state.params)`.
-          micros: the rows, by micro-batch (`put`).
+          micros: the micro-batches, on the devices (`put`).
           old_logprobs, ref_logprobs: per micro-batch, as in `accumulate_grads`.
-          num_tokens, num_sequences: response tokens and non-empty responses in all of them.
-          guarded: discard the update, and leave the state as it is, unless every token of its forward has its
-            old log-prob, to the bit.
-          beside: `old_logprobs` of the learners beside this one, by name; None: theirs are the current policy's.
+          num_tokens, num_sequences: response tokens and non-empty responses in all micro-batches.
+          guarded: discard the update, and leave the state unchanged, unless every token's log-prob in the forward
+            equals its old log-prob, to the bit.
+          beside: `old_logprobs` of the learners in `self.beside`, by name; None: the current policy's log-probs.
 
         Returns:
-          The new state, and the metrics of loss and optimizer; of a discarded update perhaps the loss's alone.
+          The new state, and the metrics of loss and optimizer; a discarded update may lack the optimizer's.
         """
         refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
         if len(micros) == 1 and self.options.one_program:

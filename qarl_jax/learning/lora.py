@@ -4,9 +4,9 @@
 
     h = round(A x)        d = round(B' h)        y = round(W_q x + d)        B' = round(round(B) scale)
 
-The base is any scheme's, held as `Trainable` says of frozen leaves: no masters, gradients or moments. What is rounded
-is what vLLM rounds: the base's output is rounded before the adapter's is added, and the scale is folded into B. So the
-policy that learns is the one that samples, and adapters are never merged into codes on the way.
+The base has any scheme and is frozen (`Trainable`): it has no masters, gradients or moments. Roundings are vLLM's: the
+base's output is rounded before the adapter's is added, and the scale is folded into B. So learner and sampler compute
+one policy, and adapters are never merged into codes.
 
 `rank` is one that vLLM serves. `scale` is alpha / r, or alpha / sqrt(r) under rsLoRA (arXiv 2312.03732). Muon updates A
 and B as any other matrix: all r directions of each move alike, by an RMS of 0.2 lr.
@@ -29,16 +29,16 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM serves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Adapters that learn in place of a model's weights.
+    """The section `lora`: adapters that are trained instead of a model's weights.
 
     Attributes:
       rank: r of every adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512.
       alpha: an adapter is scaled by alpha / rank.
       targets: linear maps by name (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj); empty: all of them,
-        in a MoE model the attention's, for experts have no adapters.
+        or in a MoE model the attention's, because experts have no adapters.
       rslora: scale by alpha / sqrt(rank).
-      train_norms: the gains of the norms before attention and MLP learn too.
-      init: PEFT folder of adapters to start from; null: fresh ones.
+      train_norms: also train the gains of the norms before attention and MLP.
+      init: PEFT folder of adapters to start from; null: fresh adapters.
     """
 
     rank: int = 32
@@ -55,7 +55,7 @@ class Config:
             raise UserError(f"alpha must be positive and finite, got {self.alpha}; alpha=rank scales by 1.")
 
     def check(self, quant: Any, critic: Any) -> None:
-        """Refuses sections `quant` and `critic` of a run that do not go with a frozen base."""
+        """Raises UserError if the run's sections `quant` and `critic` do not work with a frozen base."""
         learner, sampler = quant.forward, quant.rollout_scheme
         if learner not in ("bf16", sampler):
             raise UserError(
@@ -74,13 +74,13 @@ class Config:
 
     @property
     def adapters(self) -> Lora:
-        """The adapters as the model's config has them."""
+        """The adapters as a field of `ModelConfig`, with their scale computed."""
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         return Lora(rank=self.rank, scale=scale, targets=self.targets)
 
     @property
     def words(self) -> str:
-        """The section in words."""
+        """A description of the section for printed plans."""
         scale = f"alpha {self.alpha:g}{' over the root of the rank (rsLoRA)' * self.rslora}"
         norms = ", and gains of norms" * self.train_norms
         return (
@@ -89,6 +89,6 @@ class Config:
 
     @property
     def trainable(self) -> Trainable:
-        """The leaves that learn."""
+        """The trainable leaves: adapters, and norm gains if `train_norms` is set."""
         norms = (BLOCK_NORMS,) if self.train_norms else ()
         return Trainable(freeze=("",), train=(r"\.lora_[ab]$", *norms))

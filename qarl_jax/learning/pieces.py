@@ -1,50 +1,53 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a policy whose base is frozen: its stacks are cut, made some layers at a time, and joined.
+"""Reads and quantizes a frozen base some layers at a time, so that a device needs no room for whole stacks of masters.
 
-A stack of 64 layers of one 27648 x 5120 weight is 17 GiB in bfloat16, and nvfp4 needs gate and up together. The stack's
-QTensor is 5 GiB. A device that has room for the base must not need room for two masters of such a stack.
+A stack of 64 layers of one 27648 x 5120 weight is 17 GiB in bfloat16, and nvfp4 needs gate and up together; the stack's
+QTensor is 5 GiB. So stacks are cut into pieces of some layers. Each piece is quantized and written into the QTensor of
+its stack, so that there is never a second QTensor of a stack.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import models
 from qarl_jax.learning.trainable import Trainable, holder
-from qarl_jax.models.params import path_of, united
+from qarl_jax.models.params import path_keys, path_of, place_in
 from qarl_jax.models.transformer import partners, quantizable
+from qarl_jax.numerics.float32 import dtype_in
 from qarl_jax.runtime import mesh as sharding
 
-BYTES = 4 << 30  # of the masters of one weight, in bfloat16
-BYTES_OF_A_KEEPER = 1 << 30  # where none of a stack stays on the device
+BYTES = 1 << 30  # of the masters of one weight that are there at once, in bfloat16
 
 
 class Keeper(Protocol):
-    """Memory for frozen weights outside of JAX's.
+    """A store outside of JAX for frozen weights, for example memory that the engine shares.
 
     Attributes:
-      paths: leaves, in the whole model, that go there or stand beside those.
+      paths: paths, in the whole model, of the weights that it may take.
     """
 
     paths: frozenset[str]
 
     def put(self, weights: Mapping[str, Any], first: int) -> None:
-        """Takes masters or QTensors, some layers of stacks from layer `first` on, by path."""
+        """Stores masters or QTensors by path: some layers of their stacks, from layer `first` on."""
 
     def finish(self, frozen: nnx.State) -> nnx.State:
-        """Adds entries for what was put to the other frozen ones, once all is read."""
+        """Returns the frozen entries and, once all is read, entries for the stored weights."""
 
     def abstract(self) -> nnx.State:
-        """The shapes of those entries."""
+        """Returns the entries of the stored weights as shapes and dtypes."""
 
 
 def read(
@@ -54,43 +57,42 @@ def read(
     read_leaves: Callable[..., Iterable[tuple[Any, Any]]],
     keeper: Keeper | None = None,
 ) -> tuple[Any, Any]:
-    """`Learner.read`. read_leaves: of a config, a mesh, and whether a path is frozen."""
+    """Reads (masters, frozen entries) for `Learner.read`. read_leaves: (config, mesh=, frozen=) -> (keys, leaf)."""
     learns = trainable.learns
     options: dict[str, Any] = {"mesh": mesh, "frozen": lambda path: not learns(path)}
     if not trainable.freeze:
         return nnx.from_flat_state(list(read_leaves(config, **options))), None
-    parts = cut(config, keeper is not None)
-    abstract = models.abstract_model(parts)
-    graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
-    hold = holder(trainable, graphdef)
-    learned: list[nnx.State] = []
-    frozen: list[nnx.State] = []
+    parts, graphdef = cut(config), models.split(models.abstract_model(config.base))[0]
+    options["frozen"] = lambda path: not learns(".".join(map(str, place_in(config, path_keys(path), parts)[0])))
+    beside, hold = partners(config, quantizable(models.abstract_model(config.base))), holder(trainable, graphdef)
+    learned: dict[Any, Any] = {}
+    frozen: dict[Any, Any] = {}
     waiting: dict[str, Any] = {}
     for keys, variable in read_leaves(parts, **options):
+        keys, first = place_in(config, keys, parts)  # so that no program depends on the piece
         path = path_of(keys, variable)
-        if keeper is not None and not learns(path) and path not in beside:  # without a program for each piece
-            variable = variable.replace(variable.get_value().astype(config.compute_dtype))
-            frozen.append(nnx.from_flat_state([(keys, variable)]))
-            continue
         if learns(path) or (keeper is None and _is_released(variable)):
-            (learned if learns(path) else frozen).append(nnx.from_flat_state([(keys, variable)]))
+            with sharding.launching(mesh):
+                _write(learned if learns(path) else frozen, keys, variable, first, config)
             continue
         waiting[path] = keys, variable
         group = path, *beside.get(path, ())
         if waiting.keys() >= set(group):
             own = {path: waiting.pop(path) for path in group}
             with sharding.launching(mesh):
-                if keeper is None or not _kept(keeper, own, parts, config):
+                if keeper is not None and path.endswith(".kernel") and own.keys() <= keeper.paths:
+                    keeper.put({path: variable.get_value() for path, (_, variable) in own.items()}, first)
+                else:
                     released = [own.pop(path) for path, (_, leaf) in [*own.items()] if _is_released(leaf)]
-                    frozen.append(nnx.from_flat_state(released))
-                    frozen += [hold(nnx.from_flat_state(list(own.values())))] if own else []
+                    made = nnx.to_flat_state(hold(nnx.from_flat_state(list(own.values())))) if own else []
+                    for keys, variable in [*released, *made]:
+                        _write(frozen, keys, variable, first, config)
             for _, master in own.values():
                 jax.tree.map(lambda x: x.delete(), master.get_value())  # and not when a collector comes
     if waiting:  # for one that learns: refused
-        frozen.append(hold(nnx.from_flat_state(list(waiting.values()))))
-    with sharding.launching(mesh):
-        held = joined(united(*frozen), parts, config)
-        return joined(united(*learned), parts, config), held if keeper is None else keeper.finish(held)
+        hold(nnx.from_flat_state(list(waiting.values())))
+    held = nnx.from_flat_state(list(frozen.items()))
+    return nnx.from_flat_state(list(learned.items())), held if keeper is None else keeper.finish(held)
 
 
 def _is_released(variable: Any) -> bool:
@@ -98,78 +100,66 @@ def _is_released(variable: Any) -> bool:
     return isinstance(variable, models.Quantized)
 
 
-def _kept(keeper: Keeper, own: Mapping[str, Any], parts: models.ModelConfig, config: models.ModelConfig) -> bool:
-    """Gives weights of `parts` to a keeper that takes them, and tells whether it does.
+def _write(entries: dict[Any, Any], keys: Any, variable: Any, first: int, config: models.ModelConfig) -> None:
+    """Adds an entry of `config`; layers of a stack, from `first` on, are written into the stack and deleted.
 
-    No program depends on the piece: a stack of many pieces compiles those of one.
+    It waits for the device, because entries in flight would need memory of their own.
     """
-    found, first = {}, 0
-    for path, (_, variable) in own.items():
-        if not path.startswith("stacks."):
-            return False
-        _, number, rest = path.split(".", 2)
-        start = parts.stacks[int(number)].start
-        whole = _whole_of(start, config)
-        first = start - config.stacks[whole].start
-        found[f"stacks.{whole}.{rest}"] = variable.get_value()
-    if not (path.endswith(".kernel") and found.keys() <= keeper.paths):
-        return False
-    keeper.put(found, first)
-    return True
+    piece = variable.get_value()
+    layers = jax.tree.leaves(piece)[0].shape[0]
+    if keys[0] != "stacks" or layers == (length := config.stacks[keys[1]].length):
+        entries[keys] = variable
+    else:
+        stack = entries[keys].get_value() if keys in entries else _zeros(piece, length)
+        entries[keys] = variable.replace(_written(stack, piece, np.int32(first)))
+        jax.tree.map(lambda x: x.delete(), piece)
+    jax.block_until_ready(entries[keys].get_value())
 
 
-def _whole_of(layer: int, config: models.ModelConfig) -> int:
-    """The number of the stack that has this layer."""
-    return next(n for n, whole in enumerate(config.stacks) if whole.start <= layer < whole.start + whole.length)
+def _zeros(piece: Any, length: int) -> Any:
+    """Makes a stack of `length` layers of zeros, sharded as a piece of it."""
+    places = jax.tree.map(lambda x: x.sharding, piece)
+    make = lambda: jax.tree.map(lambda x: jnp.zeros((length, *x.shape[1:]), x.dtype), piece)  # noqa: E731
+    return jax.jit(make, out_shardings=places)()
 
 
-def together(config: models.ModelConfig, state: nnx.State) -> list[nnx.State]:
-    """The entries of `state` in groups whose QTensors share a number, most of them of one entry."""
-    beside = partners(config, quantizable(models.abstract_model(config)))
-    groups: dict[frozenset[str], list[Any]] = {}
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(stack: Any, piece: Any, first: jax.Array) -> Any:
+    return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, 0), stack, piece)
+
+
+def groups(config: models.ModelConfig, state: nnx.State) -> list[tuple[nnx.State, nnx.State]]:
+    """Groups masters whose QTensors share a scale; most groups have one master.
+
+    Returns:
+      Per group the piece that is read at once, as shapes in the compute dtype, and the group's entries of `state`.
+    """
+    beside, parts = partners(config, quantizable(models.abstract_model(config))), cut(config)
+    layers: dict[int, int] = {}
+    for number, part in enumerate(parts.stacks):
+        layers.setdefault(place_in(config, ("stacks", number), parts)[0][1], part.length)
+
+    def at_once(keys: tuple[Any, ...], variable: Any) -> tuple[Any, Any]:
+        x = variable.get_value()
+        shape = (layers[keys[1]], *x.shape[1:]) if keys[0] == "stacks" else x.shape
+        like = jax.ShapeDtypeStruct(shape, dtype_in(x, config.compute_dtype), sharding=x.sharding)
+        return keys, variable.replace(like)
+
+    found: dict[frozenset[str], list[Any]] = {}
     for keys, variable in nnx.to_flat_state(state):
         path = path_of(keys, variable)
-        groups.setdefault(frozenset((path, *beside.get(path, ()))), []).append((keys, variable))
-    return [nnx.from_flat_state(group) for group in groups.values()]
+        found.setdefault(frozenset((path, *beside.get(path, ()))), []).append((keys, variable))
+    made = [([at_once(*entry) for entry in group], group) for group in found.values()]
+    return [(nnx.from_flat_state(part), nnx.from_flat_state(whole)) for part, whole in made]
 
 
-def cut(config: models.ModelConfig, keeper: bool = False) -> models.ModelConfig:
-    """The config without adapters, with its stacks cut where a weight would be larger than `BYTES`, or, for a keeper,
-    `BYTES_OF_A_KEEPER`."""
-    most = BYTES_OF_A_KEEPER if keeper else BYTES
+def cut(config: models.ModelConfig) -> models.ModelConfig:
+    """Returns the config without adapters, its stacks cut so that masters of a weight have at most `BYTES` a piece."""
     config = config.base
     params = models.by_path(models.split(models.abstract_model(config))[1])
     starts = set(config.splits)
     for number, stack in enumerate(config.stacks):
         own = (like for path, like in params.items() if path.startswith(f"stacks.{number}."))
-        layer = max(2 * math.prod(like.shape[1:]) for like in own)
-        starts |= set(range(stack.start, stack.start + stack.length, max(1, most // layer))) - {stack.start}
+        step = max(1, BYTES // max(2 * math.prod(like.shape[1:]) for like in own))
+        starts |= set(range(stack.start + step, stack.start + stack.length, step))
     return dataclasses.replace(config, splits=tuple(sorted(starts)))
-
-
-def joined(state: nnx.State, parts: models.ModelConfig, config: models.ModelConfig) -> nnx.State:
-    """Entries of `parts`, which `cut` made of `config`, as those of `config`; pieces are deleted as they are joined."""
-    if len(parts.stacks) == len(config.stacks):
-        return state
-    number_of = [_whole_of(part.start, config) for part in parts.stacks]
-    found: dict[Any, dict[int, Any]] = {}  # pieces by their number
-    for keys, variable in nnx.to_flat_state(state):
-        if keys[0] == "stacks":
-            number: Any = keys[1]
-            found.setdefault((keys[0], number_of[number], *keys[2:]), {})[number] = variable
-        else:
-            found[keys] = {0: variable}
-    made = []
-    for keys, held in found.items():
-        first, *others = (held[number] for number in sorted(held))
-        if others:
-            values = [variable.get_value() for variable in (first, *others)]
-            first = first.replace(_concatenated(values))
-            jax.tree.map(lambda x: x.delete(), values)
-        made.append((keys, first))
-    return nnx.from_flat_state(made)
-
-
-@jax.jit
-def _concatenated(values: list[Any]) -> Any:
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *values)

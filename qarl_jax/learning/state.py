@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a learner between updates: of the policy's, and of the critic's."""
+"""`TrainState`, the state of the policy or of the critic between two optimizer updates."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class TrainState:
     updates: Any
 
     def entries(self) -> dict[str, Any]:
-        """The state as a checkpoint's named entries, so that the params can be read alone."""
+        """Returns the state as named entries of a checkpoint, so that the params can be read alone."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def fresh_state(update: by_stack.Update, params: Any, places: Any, replicated: NamedSharding) -> TrainState:
-    """The state before the first `update`: `params` put where `places` (a tree like it) says, moments beside them."""
+    """Makes the state before the first update: `params` placed by the shardings `places`, and zero moments."""
     params = jax.device_put(params, places)
     opt_state = leafwise.init(update.optimizer, params)
     return update.placed(TrainState(params=params, opt_state=opt_state, updates=processes.put(np.int32(0), replicated)))

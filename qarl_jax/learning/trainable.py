@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the leaves of a policy into those that learn and frozen ones, and says how the frozen ones are held.
+"""Splits the leaves of a policy into trainable and frozen ones, and converts the frozen ones to the form that is kept.
 
     of a leaf    that learns                        that is frozen
     ---------    -------------------------------    ----------------------------------------------------------
@@ -12,9 +12,9 @@
     published    with every version                 the same in every version (`PolicyWeights.fixed`)
     code flips   counted                            not counted
 
-What a forward reads in place of masters is one tree, `qweights`: QTensors of what learns, and all that is frozen. So a
-program takes masters and `qweights`, whatever learns. A policy of which nothing learns has no masters at all: that is a
-reference policy.
+The tree `qweights` holds the QTensors of trainable weights and all frozen leaves. So every program takes the arguments
+`params` (masters) and `qweights`, whatever is trainable. A reference policy is one without trainable leaves: it has no
+masters.
 
     ADAPTERS = Trainable(freeze=("",), train=(r"\\.lora_",))      # all is frozen but the adapters
 
@@ -41,11 +41,11 @@ from qarl_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """Tells leaves that learn from frozen ones by their paths ("stacks.0.mlp.up.kernel").
+    """Decides from a leaf's path ("stacks.0.mlp.up.kernel") whether it is trainable or frozen.
 
     Attributes:
-      freeze: regular expressions; a leaf in whose path one is found is frozen.
-      train: regular expressions of exceptions; a leaf in whose path one is found learns all the same.
+      freeze: regular expressions; a leaf is frozen if one of them is found in its path.
+      train: regular expressions of exceptions; a leaf is trainable if one of them is found in its path.
     """
 
     freeze: tuple[str, ...] = ()
@@ -59,15 +59,15 @@ class Trainable:
                 raise UserError(f"trainable: {pattern!r} is no regular expression ({error}).") from None
 
     def learns(self, path: str) -> bool:
-        """Tells whether the leaf at this path has a master."""
+        """Tells whether the leaf at this path is trainable, and so has a master."""
         found = lambda patterns: any(re.search(pattern, path) for pattern in patterns)  # noqa: E731
         return not found(self.freeze) or found(self.train)
 
     def check(self, paths: Collection[str]) -> None:
-        """Refuses patterns that say nothing of a policy with leaves at these paths.
+        """Checks the patterns against the paths of a policy's leaves.
 
         Raises:
-          UserError: a pattern is found in no path, or nothing learns.
+          UserError: a pattern is found in no path, or no leaf is trainable.
         """
         for pattern in (*self.freeze, *self.train):
             if not any(re.search(pattern, path) for path in paths):
@@ -77,18 +77,18 @@ class Trainable:
             raise UserError(f"trainable: nothing learns where {', '.join(map(repr, self.freeze))} is frozen.")
 
     def learned(self, state: nnx.State) -> nnx.State:
-        """The part of `params` or `qweights` that learns; the state itself where all of it does."""
+        """Returns the trainable entries of `params` or `qweights`; the State itself if nothing is frozen."""
         return part_of(state, self.learns) if self.freeze else state
 
     def frozen(self, state: nnx.State) -> nnx.State:
-        """The part of `params` or `qweights` that is frozen."""
+        """Returns the frozen entries of `params` or `qweights`."""
         return part_of(state, lambda path: not self.learns(path))
 
     def held(self, graphdef: Any, params: nnx.State) -> nnx.State:
-        """Makes what stays of the frozen leaves of `params`: entries of `qweights`. Traceable; copies.
+        """Converts the frozen leaves of `params` to entries of `qweights`. It can be traced by jit, and copies.
 
-        A leaf that the graphdef's scheme covers becomes a QTensor. Another one becomes its value in the compute dtype,
-        to which every master is rounded before it is used. Both compute what masters would.
+        A leaf that the graphdef's scheme covers becomes a QTensor. Any other leaf is cast to the compute dtype, to
+        which the forward rounds masters anyway. The forward's bits do not change.
         """
         frozen, dtype = self.frozen(params), models.config_of(graphdef).compute_dtype
         qtensors = models.quantize_params(graphdef, frozen)
@@ -99,7 +99,7 @@ class Trainable:
 
 @functools.lru_cache(maxsize=32)
 def holder(trainable: Trainable, graphdef: Any) -> Any:
-    """`trainable.held` under this graph definition, compiled; learners of one policy share its programs."""
+    """Returns `trainable.held` of a graphdef under jit, cached, so that learners of one policy share its programs."""
     return jax.jit(functools.partial(trainable.held, graphdef))
 
 
@@ -109,7 +109,7 @@ NOTHING = Trainable(freeze=("",))
 
 
 def joined(params: nnx.State, qweights: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """(params, QTensors) as `models.merge` takes them: frozen values that are no QTensors stand among the masters."""
+    """Moves frozen leaves that are no QTensors from `qweights` to `params`, as `models.merge` takes them."""
     flat = nnx.to_flat_state(qweights)
     plain = [(keys, leaf) for keys, leaf in flat if not isinstance(leaf, models.Quantized)]
     if not plain:

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One training step, verb by verb."""
+"""The training loop: collects, scores, updates and publishes, one module for each part of a step."""

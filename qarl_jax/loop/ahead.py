@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A collector that samples ahead, in a thread of its own, while the learner updates (`train.asynchronous`).
+"""A collector that samples batches of later steps in a thread while the learner updates (`train.asynchronous`).
 
-    ahead = Ahead(collector, schedule, stream, first=0, state=None)     # a Collector as any other
-    ahead.collect(5)         # waits for the batch of step 5, if it is not there yet
+    ahead = Ahead(collector, schedule, stream, first=0, state=None)     # has the interface of Collector
+    ahead.collect(5)         # waits for the batch of step 5
 
-The batch of a step is what the collector behind it makes of the step's number, so its prompts and its randomness are
-those of a run that waits. What differs is the version it is drawn under; see `rollout/asynchronous.py`. Batches that
-are ready are part of a checkpoint. One that was being sampled is sampled again by a run that resumes: in lockstep to
-the same bits, since it is of the very version that the checkpoint holds.
+The wrapped collector makes a step's batch from the step's number, so prompts and random keys equal those of a
+synchronous run. Only the version that draws it differs; see `rollout/asynchronous.py`. Finished batches are part of a
+checkpoint. A resumed run samples an unfinished batch again: in lockstep to equal bits, because the checkpoint has the
+version that drew it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ _PATIENCE_S = 60.0  # for the thread, at the end of a run
 
 
 class Collects(Protocol):
-    """A source of the groups that a step trains on."""
+    """The interface of a collector: a source of the groups that each step trains on."""
 
     def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
-        """The graded groups that step `step` trains on. Steps are asked for in order.
+        """Returns the graded groups that step `step` trains on. Steps must be asked for in order.
 
         Args:
           add: called with graded groups as they are complete (`Collector.collect`).
         """
 
     def keep(self) -> None:
-        """The step's groups were trained on: what was left over for later steps becomes state of the run."""
+        """Commits the step just collected, after it was trained on; its left-over responses become state of the run."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state after the last step kept as JSON, for a checkpoint."""
 
 
 class Ahead:
-    """Samples and grades ahead of the steps that train.
+    """Samples and grades the batches of later steps in a thread.
 
     Args:
-      collector: makes the batches; called from the thread alone.
-      schedule: says when.
+      collector: makes the batches; called from this thread only.
+      schedule: decides when a batch may begin.
       stream: the prompts.
-      timer: gets the seconds that the learner waits.
-      behind: the collector's own timer; its seconds are reported as `time/ahead_*`.
-      first: the step the run begins or goes on with.
-      state: a checkpoint's batches that were ready; None: none.
+      timer: measures the seconds that the learner waits.
+      behind: the collector's timer; its seconds are reported as `time/ahead_*`.
+      first: the first step to train: 0, or the resumed one.
+      state: a checkpoint's finished batches by step; None: none.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Ahead:
             schedule.end(self._next - 1)
 
     def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
-        """Waits for the step's groups, and returns them. A dropped step gets them again: `keep` removes them.
+        """Waits for the step's groups, and returns them. They stay until `keep`, in case the step is dropped.
 
         Args:
           add: never called, because the groups of a step are returned together.
@@ -116,18 +116,18 @@ class Ahead:
         return dataclasses.replace(batch, metrics=batch.metrics | more)
 
     def keep(self) -> None:
-        """The step just collected is trained on."""
+        """Removes the batch of the step just collected, after it was trained on."""
         with self._schedule.changed:
             del self._ready[self._at]
 
     def state(self) -> dict[str, Any]:
-        """Returns the batches that are ready, for a checkpoint."""
+        """Returns the finished batches and the collector's state, for a checkpoint."""
         with self._schedule.changed:
             ready, behind = dict(self._ready), self._collector.state()
         return behind | {"ahead": {str(step): saved(*batch) for step, batch in ready.items()}}
 
     def close(self) -> None:
-        """Ends the thread, with what it samples. Idempotent."""
+        """Ends the thread and drops the batch it samples. Idempotent."""
         self._schedule.stop()
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
@@ -162,7 +162,7 @@ def _is_fresh(batch: Collected, step: int, max_staleness: int) -> bool:
 
 
 def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
-    """A batch as JSON; every number comes back to the bit. Prompts go by their index in the source."""
+    """Converts a batch to JSON, with prompts by index in the source; `restored` gives back every bit."""
     return {
         "sampled": [
             {

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the groups that a step trains on: prompts and their sampled, graded responses.
+"""Collects the groups that a step trains on: prompts with their sampled and graded responses.
 
-`Collector.collect(step)` passes graded groups on while the engine decodes the others, and returns what the step trains
-on: all groups of its prompts, the groups of several batches that have a signal (`rollout/dynamic_sampling.py`), or the
-finished groups of more prompts than a step needs (`rollout/partial_rollouts.py`). The latter two pass nothing on early.
+`Collector.collect(step)` returns all groups of the step's prompts and streams graded groups while the engine decodes
+the rest. With `rollout/dynamic_sampling.py` it returns groups of unequal rewards from several batches; with
+`rollout/partial_rollouts.py`, the finished groups of more prompts than a step needs. These two do not stream.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from qarl_jax.types import Completion, Prompt, RolloutGroup
 
 
 class Collector:
-    """Samples and grades, step by step.
+    """Samples and grades the responses of each step.
 
     Args:
-      cfg: the run's.
+      cfg: the run's config.
       engine: the sampler.
-      grader: the run's rewards.
-      tokenizer: the policy's.
+      grader: computes the run's rewards.
+      tokenizer: the policy's tokenizer.
       stop: token ids that end a response.
-      stream: the prompts.
-      buffer: responses an earlier step left unfinished, where `rollout.partial` is on: state of the run as much as the
-        weights are.
-      timer: measures sampling and grading.
+      stream: the training prompts.
+      buffer: responses that an earlier step left unfinished (`rollout.partial`); part of every checkpoint.
+      timer: measures seconds of sampling and grading.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class Collector:
         self._mean_reward = 0, 0.0  # of the step collected last
 
     def collect(self, step: int, add: pipeline.Add | None = None) -> Collected:
-        """Returns the step's groups. Until `keep`, nothing of the collector has changed: a step may be dropped.
+        """Returns the step's groups. Only `keep` changes the collector, so that a step can be repeated.
 
         Args:
-          add: called with (number of the prompt in the step, graded group) as groups are complete; not called where
-            they are known to be the step's only once all are there.
+          add: called with (number of the prompt in the step, graded group) as groups are complete. Not called under
+            dynamic sampling or partial rollouts.
         """
         rollout = self._cfg.rollout
         if rollout.partial.is_on:
@@ -100,7 +99,7 @@ class Collector:
         return collected
 
     def keep(self) -> None:
-        """The step just collected is trained on: what it left unfinished is the run's from here on."""
+        """Commits the step just collected, after it was trained on: its unfinished responses become the buffer."""
         self._buffer = self._left
         if self._stream.curriculum is not None:
             self._stream.curriculum.tell(*self._mean_reward)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the first token of a step whose log-prob differs between learner and sampler.
 
-Where the two are aligned (`verify/alignment.py`) no token differs, and `mismatch/exact` is 1. A token that does is a
-defect, and a report of it needs this: which prompt, which response, where in it, and by how much.
+If the two are aligned (`verify/alignment.py`) no token differs, and `mismatch/exact` is 1. A mismatched token is then a
+defect; its report names the prompt, the response, the position and the difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FirstMismatch:
     """The first mismatch of a step.
 
     Attributes:
-    tokens, mismatched: response tokens of the step drawn under the current version, and those that differ.
+    tokens, mismatched: counts of the step's response tokens drawn under the current version, and of those that differ.
     uid: the prompt's. sample: number of the response. position: index of the first mismatch in the response.
     token: its id. sampler, learner: its two log-probs.
     sequence: the prompt and the response up to this token, which `python -m qarl_jax.parity --at` computes again.
@@ -50,12 +50,12 @@ class FirstMismatch:
 
 
 def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]], version: int) -> FirstMismatch | None:
-    """Finds the first mismatch of a step's updates, in their order and that of groups and samples; None: there is none.
+    """Finds the first mismatch of a step, in the order of updates, groups and samples. None: there is none.
 
     Args:
-      parts: per update its rows, the groups they were packed from, and per micro-batch the proximal policy's log-probs,
-        float32 [rows, T].
-      version: of the weights behind those log-probs. Older tokens were drawn by another policy.
+      parts: per update its packed rows, their groups, and per micro-batch the proximal policy's log-probs, float32
+        [rows, T].
+      version: version of the weights that computed these log-probs. Tokens of other versions are skipped.
     """
     found: dict[str, Any] | None = None
     tokens = count = 0

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Judges the first step of a run: its mismatch beside the known one, and how full its rows are.
+"""Warns after a run's first step: if its mismatch exceeds the known value, or if most of its rows is padding.
 
-k3 estimates the KL divergence between sampler and learner at the start of the update (`mismatch/k3`). A run above what
-its pair is known for (`verify/alignment.py`) has something else than its config promises, and says so in one sentence
-with the remedy.
+`mismatch/k3` estimates the KL divergence between sampler and learner at the start of the update. `verify/alignment.py`
+lists known values for pairs of learner and sampler schemes. A value above shows that the run does not compute what its
+config says; the warning names the remedy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PADDING = 0.5
 
 
 def remark(cfg: RunConfig, record: Mapping[str, float], alignment: Alignment) -> str | None:
-    """One sentence where `mismatch/k3` of a record is above what the pair is known for; None: nothing to say.
+    """Makes a warning if a record's `mismatch/k3` is above the known value for the run's schemes; else None.
 
     Args:
-      record: of the first step.
-      alignment: the verdict on the run.
+      record: metrics of the first step.
+      alignment: the run's known mismatch, and the remedy.
     """
     k3, known = record.get("mismatch/k3"), alignment.known_k3
     if k3 is None or known is None or k3 <= known:
@@ -36,7 +36,7 @@ def remark(cfg: RunConfig, record: Mapping[str, float], alignment: Alignment) ->
 
 
 def padding(cfg: RunConfig, record: Mapping[str, float]) -> str | None:
-    """One sentence where most of the learner's rows is padding; None: nothing to say. record: of the first step."""
+    """Makes a warning if at least half of the learner's rows is padding; else None. record: of the first step."""
     share = record.get("train/padding_share", 0.0)
     if share < PADDING:
         return None

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: a run saves before it ends."""
+"""Catches Ctrl-C and SIGTERM, so that a run saves a checkpoint before it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qarl_jax.runtime import processes
 
 
 class Interrupt:
-    """Turns the first SIGINT/SIGTERM into a flag that the loop looks at; a second one acts at once."""
+    """Sets a flag at the first SIGINT/SIGTERM, which the loop checks; a second signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -26,7 +26,7 @@ class Interrupt:
         return self
 
     def agreed(self) -> bool:
-        """Tells whether any process was asked to stop; all come to the same."""
+        """Tells whether any process was asked to stop; all processes get one answer, and all must call it."""
         return processes.any_of(self.requested)
 
     def _on_signal(self, number: int, frame: Any) -> None:

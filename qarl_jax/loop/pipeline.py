@@ -1,16 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Streaming rewards and scores: a step's responses pass through grading, packing, scoring and updates while others are
-decoded.
+"""Streams a step's responses through grading, packing, scoring and updates while the engine decodes the rest.
 
     completions = engine.draw(requests, sampling=sampling)      # as they end
     graded(completions, prompts, num_samples, grade, timer, scoring.add)    # a group is graded once it is complete,
                                                                 # a whole mini-batch packed, scored or trained on
     scoring.take(groups, advantages)                            # the mini-batch made of exactly these, or None
 
-A reward looks at one sample at a time, and a mini-batch is made from the same groups and advantages by the same
-programs. So no result depends on when it was made. A mini-batch that turned out otherwise (advantages shuffled) is made
-anew. `tail.py` says which steps begin their updates meanwhile.
+A reward depends on one sample, and a mini-batch on its groups and advantages alone, so no result depends on timing. A
+mini-batch whose advantages have changed since (shuffled ones) is made anew. `tail.py` says which steps begin their
+updates during decoding.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ def graded(
     timer: PhaseTimer,
     add: Add | None = None,
 ) -> Graded:
-    """Grades groups in a thread as they are complete; groups that are complete while it grades are graded together.
+    """Grades groups in a thread as they complete; groups that complete during a grading are graded together next.
 
-    Over several processes the first grades for all, so all groups are graded at once, at the end.
+    In a run of several processes the first grades for all: all groups at once, at the end.
 
     Args:
-      completions: each with its number, `num_samples` per prompt.
+      completions: yields (index of the request, completion), with `num_samples` requests per prompt.
       grade: grades some prompts' completions; called from one thread at a time.
       timer: measures the wait for completions as `rollout`, for grades as `reward`.
-      add: called with each graded group at once, from the thread that graded it; None: nobody waits for them.
+      add: called with each graded group at once, from the grading thread; None: not streamed.
 
     Returns:
       The groups in the order of the prompts, and the reward terms over all their samples.
@@ -104,12 +103,12 @@ def graded(
 
 
 class Scoring:
-    """The mini-batches of one step's first pass.
+    """Makes the mini-batches of a step's first epoch in a thread, each as soon as its groups are graded.
 
     Args:
-      chosen: per mini-batch, the numbers of its prompts.
+      chosen: per mini-batch, the numbers of its prompts in the step.
       score: makes a mini-batch; called from one thread at a time.
-      phase: the phase of a step that waiting for `score` counts for.
+      phase: name of the timed phase that waiting for `score` counts as.
     """
 
     def __init__(self, chosen: Sequence[np.ndarray], score: Score, phase: str = "pack"):
@@ -139,14 +138,14 @@ class Scoring:
             span.append(time.perf_counter())
 
     def idle(self) -> dict[str, float]:
-        """Seconds from the step's first complete mini-batch until now, and those of them without any `score`."""
+        """Returns seconds since the step's first mini-batch was complete, and how many of them ran no `score`."""
         now = time.perf_counter()
         first = now if self._first is None else self._first
         busy = sum(max(0.0, (span[1] if span[1:] else now) - max(span[0], first)) for span in self._spans)
         return {"time/rollout/tail_s": now - first, "time/rollout/idle_s": max(0.0, now - first - busy)}
 
     def take(self, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> Any | None:
-        """Returns the mini-batch made of these groups with these advantages; None: there is none.
+        """Returns the mini-batch that was made from exactly these groups and advantages; None if there is none.
 
         Raises:
           whatever `score` raised in the thread.
@@ -158,7 +157,7 @@ class Scoring:
         return None
 
     def close(self) -> None:
-        """Drops what waits; waits for what runs. Idempotent."""
+        """Cancels waiting mini-batches and waits for the running one. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 

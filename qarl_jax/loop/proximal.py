@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether a step takes the sampler's log-probs as those of its proximal policy, or lets the learner score them.
+"""Decides whether the proximal policy's log-probs of a step come from the sampler or from a pass of the learner.
 
-The proximal policy is the learner at the start of the step, which drew the step's tokens. Where the two sides are
-aligned (`verify/alignment.py`) the sampler has reported what a pass of the learner would compute, to the bit, so under
-`train.proximal=auto` no pass is made. What is taken is checked:
+The proximal policy is the learner at the start of the step, whose published weights drew the step's tokens. If learner
+and engine are aligned (`verify/alignment.py`), the sampler's log-probs equal those of a learner's pass, to the bit, and
+`train.proximal=auto` skips the pass. The sampler's log-probs are checked:
 
     first update     every token, in the update's own forward, before a weight changes (`Learner.update(guarded=True)`)
     later updates    every token, in a share `alignment.CHECKED` of the steps, by a pass before the first update
 
-A check of all later tokens would be the pass itself: their updates' forwards have other weights. `mismatch/checked` is
-the share of a step's tokens that were checked. The first token that differs discards the update, or comes before it.
-The step is then scored as under `train.proximal=learner`, and so are all later steps of the process.
+Checking the later updates' tokens in every step would cost the pass that is skipped, because their forwards have
+changed weights. `mismatch/checked` is the share of a step's tokens that were checked. A mismatched token discards the
+update, or is found before it. From then on the learner scores every step, as under `train.proximal=learner`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from qarl_jax.verify import alignment
 
 
 class Proximal:
-    """The decision of one process.
+    """Decides for one process whether to take the sampler's log-probs, and stops taking them after a mismatch.
 
     Args:
-      cfg: the run's.
-      engine: the sampler; its facts are read.
-      say: gets a sentence when the sampler's log-probs are not taken after all.
+      cfg: the run's config.
+      engine: the sampler; only its `facts` are read.
+      say: called with a sentence when the sampler's log-probs are rejected.
     """
 
     def __init__(self, cfg: RunConfig, engine: RolloutEngine, say: Callable[[str], None]):
@@ -41,11 +41,11 @@ class Proximal:
         self._distrusted = self._told = False
 
     def takes(self, groups: Sequence[RolloutGroup], step: int) -> bool:
-        """Tells whether the log-probs of these responses are taken as the sampler reported them."""
+        """Tells whether the sampler's log-probs of these responses are used as the proximal policy's."""
         return self.wanted(step) and drawn_under(groups, step)
 
     def takes_step(self, groups: Sequence[RolloutGroup], step: int) -> bool:
-        """`takes` of all of a step's responses; says so once if their versions alone are against it."""
+        """Tells `takes` for all of a step's responses; logs once if they are rejected for their versions alone."""
         if not self.wanted(step):
             return False
         taken = drawn_under(groups, step)
@@ -58,16 +58,16 @@ class Proximal:
         return taken
 
     def wanted(self, step: int) -> bool:
-        """Tells whether they would be taken if one version drew the step."""
+        """Tells whether the sampler's log-probs would be used if one version drew the whole step."""
         return not self._distrusted and alignment.takes_samplers(self._cfg, self._engine.facts, step)
 
     def checks(self, step: int) -> bool:
-        """Tells whether the tokens of a step's later updates are checked; a function of the run's seed and step."""
+        """Tells whether this step also checks the tokens of its later updates; drawn from run seed and step."""
         draws = np.random.default_rng(build.seed_of(self._cfg.seed, step, "proximal"))
         return bool(draws.random() < alignment.CHECKED)
 
     def distrust(self, said: str) -> None:
-        """Ends the taking, and says why. said: a clause with the step."""
+        """Stops using the sampler's log-probs, and logs why. said: a clause that names the step."""
         self._distrusted = True
         self._say(f"{said}; the learner scores old log-probs from here on, as under train.proximal=learner.")
 

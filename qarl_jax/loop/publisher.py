@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Between two publishes of a policy: its QTensors are made once per update, and handed over once per step."""
+"""Quantizes the masters once per optimizer update and publishes them to the engine once per step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from qarl_jax.runtime.mesh import launch_lock
 
 
 class Publisher:
-    """Makes QTensors of the masters and hands them to the engine: quantize once per update, publish once per step.
+    """Quantizes the masters to QTensors once per update, and publishes them to the engine once per step.
 
-    Where learner and sampler share a scheme (QaRL), what is published are the learner's own tensors, those its forward
-    reads in the next update; else (quantized rollout under a bf16 learner) the sampler's are made here. Under
-    `rollout.norm_noise` the norm gains that are handed over have noise, a function of the run's seed and the version.
+    If learner and sampler share a scheme (QaRL), it publishes the tensors that the learner's forward reads in the next
+    update. Else (quantized rollout, bf16 learner) it quantizes for the sampler alone. Under `rollout.norm_noise` the
+    published norm gains have noise, a function of the run's seed and the version.
 
     Attributes:
-      flips: shares of codes that the last publish changed (`by_layer`); empty before two of them.
+      flips: shares of codes that the last publish changed (`by_layer`); empty before the second publish.
     """
 
     def __init__(self, cfg: RunConfig, learner: Learner, engine: RolloutEngine):
@@ -52,21 +52,21 @@ class Publisher:
         self.flips: dict[str, list[float | None]] = {}
 
     def qweights(self, state: TrainState) -> Any:
-        """The learner's QTensors for `state`: those just published, where they are its own."""
+        """Returns the learner's QTensors for `state`; reuses the published ones if the learner computes with them."""
         if self._qweights is None:
             self._qweights = self.learner.quantize(state.params)
         return self._qweights
 
     def updated(self) -> None:
-        """The masters moved: the tensors at hand are old."""
+        """Drops the current QTensors, because an update has changed the masters."""
         self._qweights = None
 
     def publish(self, state: TrainState, version: int) -> dict[str, float]:
         """Publishes `state` as `version`.
 
         Returns:
-          The engine's timings, the share of codes that changed, and the noise of the version that was served before
-          (`norm_noise/sigma`, `norm_noise/moved`), which a synchronous step's responses were drawn under.
+          Metrics: the engine's timings, the share of codes that changed, and the norm noise of the version served
+          before (`norm_noise/sigma`, `norm_noise/moved`). A synchronous step's responses were drawn under that version.
         """
         qweights = self._quantized(state)
         learned = self.learner.trainable.learned(qweights)
@@ -86,10 +86,10 @@ class Publisher:
 
     @contextlib.contextmanager
     def without_noise(self, state: TrainState, version: int) -> Iterator[None]:
-        """Serves `state` without noise meanwhile: evaluation samples the policy, not its exploration.
+        """Serves `state` without norm noise inside the block, for evaluation.
 
         Args:
-          state, version: as published last.
+          state, version: those of the last publish.
         """
         sigma = self._sigma(version)
         if sigma:
@@ -100,7 +100,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def at_width(self, state: TrainState, version: int, bits: int) -> Iterator[None]:
-        """Serves another width of `state` meanwhile, without noise; arguments as of `without_noise`."""
+        """Serves `state` quantized to `bits` bits, without noise, inside the block. Arguments as in `without_noise`."""
         graphdef = models.at_width(self.graphdef, bits)
         self._hand_over(state, self.learner.quantizer(graphdef)(state.params), version, 0.0, graphdef)
         yield
@@ -136,7 +136,7 @@ class Publisher:
 
 
 def by_layer(flips: Mapping[str, Mean], stacks: Sequence[Any]) -> dict[str, list[float | None]]:
-    """`code_flips` as a line of histograms.jsonl: `flips/attn.q` -> a share per layer.
+    """Converts `code_flips` to a line of histograms.jsonl: `flips/attn.q` -> a share per layer.
 
     None stands for a layer without this weight. A weight outside the layers has one share.
     """
@@ -155,18 +155,17 @@ def by_layer(flips: Mapping[str, Mean], stacks: Sequence[Any]) -> dict[str, list
 
 
 def timed(published: dict[str, float]) -> dict[str, float]:
-    """An engine's timings under `time/`, where wall-clock numbers live (they differ between equal runs): those that
-    publishing was made of, and its start."""
+    """Renames an engine's timings to `time/publish/...`, and `time/start_...` for its start."""
     names = {key: key.removeprefix("time/") for key in published}
     return {f"time/{'' if n.startswith('start_') else 'publish/'}{n}": published[key] for key, n in names.items()}
 
 
 @jax.jit
 def code_flips(before: Any, after: Any) -> dict[str, Mean]:
-    """Shares of integer (or fp8) codes that differ between two trees of QTensors of one scheme, weight by weight.
+    """Computes per weight the share of integer (or fp8) codes that differ between two trees of QTensors.
 
     Returns:
-      The weight's path in the tree -> Mean [layers] of a stack's weight, [] of another.
+      The weight's path in the tree -> Mean, of shape [layers] for a stacked weight, else [].
     """
 
     def is_qtensor(x: Any) -> bool:
@@ -185,6 +184,6 @@ def code_flips(before: Any, after: Any) -> dict[str, Mean]:
 
 
 def changed_share(flips: Mapping[str, Mean]) -> float:
-    """Share of all codes that differ, of the weights in `code_flips`."""
+    """Returns the share of all codes that differ, over all weights of `code_flips`."""
     changed, codes = (sum(float(np.sum(getattr(m, part))) for m in flips.values()) for part in ("total", "count"))
     return changed / codes

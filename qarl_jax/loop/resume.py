@@ -1,7 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The place at which a run goes on: its newest whole checkpoint, or step 0 and why; or that there is nothing left to
-train."""
+"""Decides where a run resumes: at its newest whole checkpoint, at step 0, or nowhere because all steps are trained."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from qarl_jax.types import UserError
 
 
 def finished(cfg: RunConfig, *, on_gpu: bool) -> str:
-    """The last word of a run that has trained all of its steps; empty: there are steps to train. Writes nothing.
+    """Returns the closing message of a run that has trained all of its steps; empty if steps are left. Writes nothing.
 
     Args:
-      on_gpu: True if the learner runs on a GPU; JAX is not asked.
+      on_gpu: True if the learner runs on a GPU; passed in so that JAX is not initialized.
 
     Raises:
-      UserError: the run cannot go on under these settings (`stamp.check_same_policy`).
+      UserError: the run cannot resume under these settings (`stamp.check_same_policy`).
     """
     checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint)
     saved = stamp.of(checkpoints.directory)
@@ -40,10 +39,10 @@ def finished(cfg: RunConfig, *, on_gpu: bool) -> str:
 def restore(
     cfg: RunConfig, checkpoints: Checkpoints, observer: recorder.Observer | recorder.Silent, state: dict[str, Any]
 ) -> Restored | None:
-    """The run's newest whole checkpoint, read into `state`; None: it begins at step 0.
+    """Reads the run's newest whole checkpoint into `state`; returns None if the run begins at step 0.
 
     Raises:
-      UserError: there were checkpoints and none is whole, unless `checkpoint.start_over` says to begin anew.
+      UserError: the run had checkpoints and none is whole, unless `checkpoint.start_over` is set.
     """
     latest = processes.from_first(observer.latest)
     if processes.from_first(checkpoints.steps):

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run in the hand: the parts of `train`, step by step, for a notebook.
+"""A training run driven step by step from a notebook, without `train`'s loop.
 
     session = qarl_jax.load("configs/quickstart.yaml", "train.prompts_per_step=32")
     groups = session.sample()               # graded responses of the served policy
-    ours, theirs = session.score(groups)    # log-probs of learner and sampler
+    learner, sampler = session.score(groups)    # log-probs of both
     numbers = session.train_step()          # collect, advantages, update, publish
     session.close()
 
@@ -37,15 +37,15 @@ class Session:
     """A policy, its learner and the engine that serves it.
 
     Args:
-      cfg: a run's config.
+      cfg: the run's config.
 
     Attributes:
       cfg: the config.
-      tokenizer: the policy's.
+      tokenizer: the policy's tokenizer.
       learner: the compiled programs (`qarl_jax.learning.learner.Learner`).
-      state: masters and optimizer; `train_step` moves it on.
+      state: masters and optimizer state; `train_step` replaces it.
       engine: the sampler (`qarl_jax.rollout.RolloutEngine`).
-      step: the next step, which is the version of the policy being served.
+      step: number of the next step, which is the served version of the policy.
     """
 
     def __init__(self, cfg: RunConfig):
@@ -75,25 +75,25 @@ class Session:
         self.publish()
 
     def quantize(self) -> Any:
-        """The learner's low-bit tensors for the masters as they are: a tree of QTensors, those that are published."""
+        """Returns the learner's QTensors of the current masters: those that `publish` hands to the engine."""
         return self._publisher.qweights(self.state)
 
     def publish(self) -> dict[str, float]:
-        """Serves the masters as they are as version `step`; returns timings, and the share of codes that changed."""
+        """Publishes the current masters as version `step`. Returns timings, and the share of codes that changed."""
         return self._publisher.publish(self.state, self.step)
 
     def sample(self) -> list[RolloutGroup]:
-        """Graded responses to the next step's prompts. Changes nothing: the same call gives the same groups."""
+        """Samples and grades responses to the next step's prompts. Changes no state: calls give equal groups."""
         return self._collector.collect(self.step).groups
 
     def score(
         self, groups: list[RolloutGroup], scheme: str | None = None
     ) -> tuple[Float[np.ndarray, " t"], Float[np.ndarray, " t"]]:
-        """Log-probs of all response tokens, flat and in the same order: the learner's, and those the sampler reported.
+        """Returns (learner's, sampler's) log-probs of all response tokens, each a flat float32 array in one order.
 
         Args:
           groups: as sampled.
-          scheme: the scoring learner's; None: the run's own. "bf16" is a learner that is not aligned.
+          scheme: weight scheme of the scoring learner; None: the run's. "bf16" gives a learner that is not aligned.
         """
         learner = self.learner if scheme is None else self._learner_under(scheme)
         nothing = np.zeros((len(groups), len(groups[0].completions)), np.float32)
@@ -107,9 +107,9 @@ class Session:
         return np.concatenate(ours), np.concatenate(theirs)
 
     def train_step(self) -> dict[str, float]:
-        """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics.
+        """Trains one step as `train` does: collect, advantages, update, publish. Returns its metrics.
 
-        No update begins before all groups are there, so that a cell which is interrupted until then changes nothing.
+        No update begins before all groups are sampled: a notebook cell interrupted before then changes nothing.
         """
         collected = self._collector.collect(self.step)
         self._collector.keep()
@@ -121,7 +121,7 @@ class Session:
         return learning.result().metrics | published | {"reward/mean": reward}
 
     def close(self) -> None:
-        """Ends the engine and the rewards' processes."""
+        """Stops the engine and the rewards' processes."""
         self._stack.close()
 
     def __enter__(self) -> Session:
@@ -140,13 +140,13 @@ class Session:
 
 
 def load(path: str | os.PathLike[str], *overrides: str) -> Session:
-    """A session of the run that a config file describes.
+    """Starts a session of the run that a config file describes.
 
     Args:
       path: YAML file (see configs/).
       overrides: section.field=value, as on the command line.
 
     Raises:
-      UserError: whatever is wrong with the config, in one sentence.
+      UserError: the config is wrong; the message says in one sentence what and how to mend it.
     """
     return Session(config.load(path, list(overrides)))

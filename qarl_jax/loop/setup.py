@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a run is made of, from its config to an engine that serves the policy it starts or goes on with."""
+"""Builds all parts of a run from its config, up to an engine that serves the initial or resumed policy."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from qarl_jax.verify import alignment
 
 
 class Run:
-    """A run's parts. What is cheap and can refuse is made first, before what takes minutes.
+    """All parts of a training run. Cheap parts that can refuse the config are made before those that take minutes.
 
     Args:
-      cfg: the run's. prompts: those of `cfg`.
-      stack: ends what the parts have begun.
+      cfg: the run's config. prompts: the prompts of `cfg`.
+      stack: gets the callbacks that close the parts.
 
     Attributes:
-      state: the policy's masters and optimizer; the loop moves it on.
-      start: the step it begins or goes on with.
-      begun: seconds that each part of the start took, for the first step's record.
+      state: the policy's masters and optimizer state; the loop replaces it.
+      start: the first step to train: 0, or the resumed one.
+      begun: seconds of each part of the start, for the first step's record.
     """
 
     def __init__(self, cfg: RunConfig, prompts: Prompts, stack: contextlib.ExitStack):
@@ -150,9 +150,9 @@ class Run:
         return restored.extra
 
     def begin_record(self) -> None:
-        """Writes what the run's files say of this start, and drops what they say of steps that it trains again.
+        """Writes this start to the run's files, and drops records of steps that will be trained again.
 
-        Called once the start has trained a step: one that trains nothing leaves the files as they were.
+        Called after the first step of this start, so that a start that trains nothing leaves the files unchanged.
         """
         cfg = self.cfg
         with processes.together():
@@ -167,10 +167,10 @@ class Run:
                     evaluation.record(cfg.run_dir, 0, self._at_start)
 
     def programs_are_ready(self) -> None:
-        """Waits for what is left of the compilation that began beside the start.
+        """Waits for the compilation that runs in the background since the start.
 
-        What could not be compiled there is compiled where it is called first, which fails for good if it must. On a
-        busy host XLA at times cannot start its assembler ("Failed to launch ptxas").
+        A program that failed to compile is compiled again at its first call, where an error ends the run. On a busy
+        host XLA at times cannot start its assembler ("Failed to launch ptxas").
         """
         with self.timer("compile"):
             try:
@@ -180,7 +180,7 @@ class Run:
         self.begun = self._starting.seconds() | self.begun
 
     def remark(self, step: int, record: Mapping[str, Any], found: first_mismatch.FirstMismatch | None) -> None:
-        """Says if sampler and learner differ more than they are known to, and at which token (`found`) first."""
+        """Warns if learner and sampler differ more than known for their schemes; logs the first mismatch (`found`)."""
         verdict = alignment.of_run(self.cfg, self.engine.facts, step)
         if step == self.start:
             for said in (first_step.remark(self.cfg, record, verdict), first_step.padding(self.cfg, record)):
@@ -191,7 +191,7 @@ class Run:
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Samples and grades the held-out prompts under the version being served; prints and records the scores."""
+        """Samples and grades the held-out prompts under the served version; prints and records the scores."""
         result = self._measured(version)
         self._tell(version, result)
         processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
@@ -230,14 +230,14 @@ class Run:
             self.observer.say(f"held-out reward {when}, at {bits} bits: {terminal.held_out_score(own)}")
 
     def save(self, step: int) -> None:
-        """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""
+        """Saves a checkpoint after `step` steps: the run's whole state, and the settings it was made with."""
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
         extra |= self._stamp
         with progress.task("saving a checkpoint"):
             self.checkpoints.save(step, self._entries(), extra | self.collector.state())
 
     def end_interrupted(self, step: int) -> None:
-        """The last words of a run that was asked to stop after so many steps, which are saved unless there is none."""
+        """Waits for the last checkpoint, and prints where an interrupted run ended and how to resume it."""
         self.checkpoints.wait()
         where = f"saved after step {step}; the same command resumes" if step else "the same command begins again"
         self.observer.end(f"interrupted: {where}")
@@ -247,14 +247,14 @@ class Run:
 
 
 def same_config(cfg: RunConfig) -> None:
-    """Refuses processes that were started with other configs, `distributed.process_id` and the rest of it apart."""
+    """Refuses processes that were started with different configs; the section `distributed` may differ."""
     values = config.to_dict(cfg)
     del values["distributed"]
     processes.check_same(json.dumps(values, sort_keys=True, default=str).encode(), "the config's values")
 
 
 def policy_facts(cfg: RunConfig, graphdef: Any, params: Any) -> dict[str, Any]:
-    """Describes the policy for run.json, as it is resolved at the start."""
+    """Describes the policy for run.json: parameters, arithmetic profile, devices, schemes."""
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "numerics": {"profile": models.config_of(graphdef).numerics.profile},  # the rest is a layer's own

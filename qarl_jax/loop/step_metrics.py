@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step's responses, updates and seconds, and a summary of a run in a few lines."""
+"""Computes metrics of a step's responses, updates and seconds, and prints a run's summary."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NOISE = ("proximal/noise", "proximal/exact")
 
 @dataclasses.dataclass
 class UpdateMetrics:
-    """The metrics of a step's updates, added up as they come.
+    """Accumulates the metrics of a step's updates.
 
     Attributes:
       total: metrics of all updates, the critic's among them.
-      moved: histograms in which only the updates after the first count, where there are any.
+      moved: histograms of ratios, of the updates after the first alone if there are any.
       first: metrics of the first update alone.
       later: metrics of the updates after the first, under `later/`.
     """
@@ -44,11 +44,11 @@ class UpdateMetrics:
     later: dict[str, Metric] = dataclasses.field(default_factory=dict)
 
     def add_critic(self, fitted: dict[str, Metric]) -> None:
-        """One update of the critic."""
+        """Adds the metrics of one update of the critic."""
         self.total = metrics.merge(self.total, fitted)
 
     def add(self, number: int, inner: dict[str, Metric]) -> None:
-        """The policy's update `number` of the step, from 0."""
+        """Adds the metrics of the policy's update `number` of the step, counted from 0."""
         self.total = metrics.merge(self.total, inner)
         ratios = {key: value for key, value in inner.items() if key.startswith(MOVED)}
         self.moved = ratios if number <= 1 else metrics.merge(self.moved, ratios)
@@ -60,12 +60,12 @@ class UpdateMetrics:
             self.later = metrics.merge(self.later, later)
 
     def reduced(self) -> tuple[dict[str, float], dict[str, list[int]]]:
-        """(numbers, histograms)."""
+        """Returns (value by metric, counts by histogram)."""
         return metrics.values(self.total | self.first | self.later), metrics.histograms(self.total | self.moved)
 
 
 def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
-    """Log-ratios at the 1st, 50th and 99th percentile of every histogram that is not empty."""
+    """Computes log-ratios at the 1st, 50th and 99th percentile of every non-empty histogram."""
     out: dict[str, float] = {}
     for key, counts in histograms.items():
         if any(counts):
@@ -78,7 +78,7 @@ def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
 def rollout_metrics(
     groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
 ) -> dict[str, float]:
-    """Measures sampled responses and their grades. `advantages`: where they are relative to a group."""
+    """Measures sampled responses and their rewards. `advantages`: of each response in its group; None with a critic."""
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([int(completion.drawn.sum()) for completion in completions])
@@ -129,11 +129,11 @@ def _turn_metrics(completions: list[Completion]) -> dict[str, float]:
 def speed(
     record: dict[str, float], times: dict[str, float], devices: int = 1, peak_flops: float | None = None
 ) -> dict[str, float]:
-    """Seconds per phase; tokens per second of the sampler and of the whole step; model FLOP/s of the updates.
+    """Adds to `times` tokens per second of the sampler and of the step, and model FLOP/s of the updates.
 
     Args:
-      devices: devices of the mesh; FLOP/s are those of one of them.
-      peak_flops: their peak, where it is known: then MFU is reported too.
+      devices: number of devices of the mesh; FLOP/s are per device.
+      peak_flops: peak FLOP/s of all devices, if known; MFU is then reported, too.
     """
     tokens = record["response/tokens"]
     drawn = record.get("rollout/partial_tokens", tokens)
@@ -151,7 +151,7 @@ def speed(
 
 
 def most_memory(devices: Sequence[Any]) -> dict[str, float]:
-    """The most that JAX has held on each device so far, in GiB; nothing of devices that do not say (CPUs)."""
+    """Returns JAX's peak memory on each device so far, in GiB; leaves out devices that do not report it (CPUs)."""
     stats = {int(device.local_hardware_id): device.memory_stats() or {} for device in devices}
     return {
         f"perf/most_gib_{number}": found["peak_bytes_in_use"] / 2**30
@@ -161,7 +161,7 @@ def most_memory(devices: Sequence[Any]) -> dict[str, float]:
 
 
 def summary(cfg: RunConfig) -> str:
-    """The run in a few lines: reward of the first and last five steps, held-out evaluations, the curve."""
+    """Summarizes a run in a few lines: reward of the first and last five steps, held-out evaluations, a sparkline."""
     records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
     curves = ", its curves in report.html" if os.path.isfile(os.path.join(cfg.run_dir, "report.html")) else ""
@@ -184,7 +184,7 @@ def summary(cfg: RunConfig) -> str:
 
 
 def next_steps(cfg: RunConfig) -> list[str]:
-    """The commands that most people want once a run has ended, as lines."""
+    """Lists the commands that most users want after a run: watch, evaluate, export."""
     run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
     lines = {
         f"{command('watch')} {run}": "its page; report.html in its folder is the same as a file",

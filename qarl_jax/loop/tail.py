@@ -1,22 +1,22 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of a step's complete mini-batches while its last groups are decoded.
+"""Makes updates on a step's complete mini-batches while the engine decodes the step's last groups.
 
     engine     |== groups of mini-batch 0 ==== of 1 ==== the last groups ==|            publish
     learner                                 |= update 0 =|= update 1 =|       |= update 2 =|
 
-The engine serves the version that the step began with until the step's publish. Meanwhile the masters move. The
-mini-batches are those of a run that waits: a function of the prompts' order. An update begins when its own groups, and
-those of all updates before it, are graded. So masters, metrics and samples are those of a run that waits, to the bit,
-and no order of completion can bias a mini-batch towards short responses.
+Until the step's publish the engine serves the version that the step began with, while the masters move. Mini-batches
+are a function of the prompts' order. An update begins when its groups, and those of all updates before it, are graded.
+So masters, metrics and samples equal those of a run without overlap, to the bit, and mini-batches are not biased
+towards short responses.
 
-`waits` names what keeps a run from it: whatever needs all of a step's groups, or the masters of the step's start, after
-the first update. Two kinds of steps of other runs wait, too:
+`waits` names the options that prevent the overlap: those that need all of a step's groups before the first update, or
+the masters of the step's start after it. Two kinds of steps never overlap:
 
-    a process's first        its programs are being compiled
-    one that is checked      later tokens are compared with the learner at the step's start (`proximal.py`)
+    a process's first step   its programs are being compiled
+    a checked step           later tokens are compared with the learner at the step's start (`proximal.py`)
 
-A first update that is discarded leaves the masters as they were, and the step waits.
+A discarded first update leaves the masters unchanged, and the step then waits for its last group.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Update = Callable[[TrainState, Any, int], tuple[TrainState, dict[str, Metric] | 
 
 
 def waits(cfg: RunConfig, facts: Facts | None = None) -> str:
-    """The reason why every step's first update waits for the step's last group; empty: it need not.
+    """Returns the reason why a step's first update must wait for the step's last group; empty if it need not.
 
     Args:
-      facts: of the live engine; None: not started yet, or the embedded sampler's.
+      facts: the live engine's report; None if it has not started, or for the embedded sampler.
     """
     rollout, engine = cfg.rollout, cfg.rollout.engine
     chunked = isinstance(engine, VllmConfig) and engine.staging_buffers == 0 and engine.stages_on_gpu
@@ -72,12 +72,12 @@ class Tail:
     """The updates that a step makes while its last groups are decoded.
 
     Args:
-      state: the learner's at the step's start.
-      update: makes an update; called from one thread at a time.
+      state: the learner's state at the step's start.
+      update: (state, mini-batch, number) -> state and metrics, or None if discarded; called from one thread at a time.
 
     Attributes:
-      state: after the updates made so far. has_begun: the first state is donated.
-      done: mini-batches and metrics of the updates made, in their order.
+      state: the learner's state after the updates made so far. has_begun: true if the first state was donated.
+      done: (mini-batch, metrics) of each update made, in order.
     """
 
     def __init__(self, state: TrainState, update: Update):
@@ -87,7 +87,7 @@ class Tail:
         self._lock, self._has_ended, self._seconds = threading.Lock(), False, 0.0
 
     def add(self, number: int, batch: Any) -> None:
-        """Takes a mini-batch, and makes the updates whose turn it is.
+        """Takes mini-batch `number`, and makes every update whose predecessors are made.
 
         Raises:
           whatever `update` raises.
@@ -110,7 +110,7 @@ class Tail:
             self.done.append((batch, made))
 
     def end(self) -> float:
-        """Waits for the update under way; no other begins. Returns the seconds that updates took before the wait."""
+        """Waits for the running update and allows no further one. Returns the seconds of updates before the call."""
         begin, self._has_ended = time.perf_counter(), True
         with self._lock:
             return self._seconds - (time.perf_counter() - begin)

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer updates of a step: groups are packed into rows, scored, and trained on, mini-batch by mini-batch.
+"""Makes the optimizer updates of a step: packs groups into rows, scores them, and trains on mini-batches.
 
 The proximal policy is the learner at the start of the step. Its log-probs are computed once, before the first update,
-on the very rows the updates use; or they are the sampler's, where these are known to be equal (`proximal.py`). A step
-with a single update needs no scoring: there the proximal policy is the current one. Where nothing needs all groups of
-the step first, updates begin while its last groups are decoded (`tail.py`).
+on the packed rows; or the sampler's are used, if they are known to be equal (`proximal.py`). A step with a single
+update needs no scoring: its proximal policy is the current one. Updates begin while the step's last groups are decoded,
+unless an option needs all groups first (`tail.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Learned:
     """The outcome of a step's updates.
 
     Attributes:
-      metrics: reduced, by name.
+      metrics: reduced values, by name.
       histograms: counts, by name.
       first_mismatch: the first token whose log-prob differs between learner and sampler; None: no token does.
     """
@@ -61,8 +61,9 @@ class Learned:
 def advantages_of(
     cfg: RunConfig, groups: list[RolloutGroup]
 ) -> tuple[list[RolloutGroup], Float[np.ndarray, "g n *turns"]]:
-    """The groups as they are trained on, and an advantage per response, or per turn where the run has it so; with a
-    critic the reward itself, of which the critic makes an advantage per token."""
+    """Returns the groups to train on, and advantages [groups, responses] (and [.., turns] under
+    `advantage.level=turn`). With a critic these are rewards, from which it computes an advantage per token.
+    """
     advantages = finite(np.stack([group.rewards for group in groups]))
     rewards = [[[turn.reward for turn in c.turns] for c in group.completions] for group in groups]
     if cfg.critic is not None and cfg.advantage.level == "turn":
@@ -81,7 +82,7 @@ def advantages_of(
 
 
 def packed_rows(cfg: RunConfig, groups: list[RolloutGroup], advantages: np.ndarray, step: int) -> packing.Packed:
-    """A step's groups in rows, as the run packs them; arguments as of `packing.pack`."""
+    """Packs a step's groups into rows with the run's settings; arguments as of `packing.pack`."""
     return packing.pack(
         groups,
         advantages,
@@ -96,14 +97,14 @@ class MiniBatch:
     """The responses and arrays of one optimizer update.
 
     Attributes:
-      packed: its rows, on the host. groups: that they were packed from.
-      micros: the same on the devices, micro-batch by micro-batch.
-      old: per micro-batch the proximal policy's log-probs, or None where that policy is the current one.
-      beside: the same of the learners beside the run's (`train.widths`), by name; empty: it is the current one.
-      scored: the proximal policy's log-probs once they are known, however they came; empty: they are not kept.
-      reference: the reference policy's, where the run has a KL term.
-      targets: the critic's, where the run has one.
-      logprobs: those that the update's gradient was taken at, where the learner returns them.
+      packed: its rows, on the host. groups: the groups they were packed from.
+      micros: the rows on the devices, by micro-batch.
+      old: per micro-batch the proximal policy's log-probs [rows, T]; None if the proximal policy is the current one.
+      beside: like `old`, for the learners at other bit widths (`train.widths`), by name; empty if not scored.
+      scored: the proximal policy's log-probs after the update, from `old` or the update's forward; empty: not kept.
+      reference: per micro-batch the reference policy's log-probs, if the run has a KL term.
+      targets: the critic's regression targets, if the run has a critic.
+      logprobs: log-probs in the update's forward, if the learner returns them.
     """
 
     packed: packing.Packed
@@ -118,21 +119,21 @@ class MiniBatch:
 
 
 def samplers(batch: MiniBatch) -> list[Any]:
-    """The log-probs that the sampler reported, per micro-batch."""
+    """Returns the log-probs that the sampler reported, per micro-batch."""
     return [micro.rollout_logprobs for micro in batch.micros]
 
 
 class Updates:
-    """All updates of one step after the other.
+    """Makes all updates of each step.
 
     Args:
-      cfg: the run's.
-      learner: the compiled programs.
-      publisher: has the QTensors of the masters.
+      cfg: the run's config.
+      learner: the compiled programs that score and update.
+      publisher: gives the QTensors of the masters.
       timer: gets the seconds of each phase.
       reference: scores of the reference policy, where the run has a KL term.
-      critic: the run's, if any; its state moves on with the policy's.
-      say: gets a sentence where the sampler's log-probs are not taken after all.
+      critic: the run's critic, if any; updated with the policy.
+      say: called with a sentence when the sampler's log-probs are rejected (`proximal.py`).
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Updates:
 
     @property
     def has_begun(self) -> bool:
-        """Tells whether the step that was sampled last has moved the masters already: it can be dropped no longer."""
+        """Tells whether the sampled step has changed the masters already, so that it cannot be dropped."""
         return self._tail is not None and self._tail.has_begun
 
     def run(
@@ -167,11 +168,11 @@ class Updates:
         step: int,
         follow: Follower | None = None,
     ) -> tuple[TrainState, Future[Learned]]:
-        """Makes the step's updates. Returns the new state, and the outcome that a thread reads while the state is
-        published.
+        """Makes the step's updates. Returns the new state, and a future of the outcome, which a thread computes during
+        the publish.
 
         Args:
-          state: the learner's at the step's start, as `arriving` was given it.
+          state: the learner's state at the step's start, as passed to `arriving`.
           groups, advantages: results of `advantages_of`.
           follow: records what happens to single responses.
 
@@ -254,12 +255,12 @@ class Updates:
         return batches
 
     def arriving(self, collect: Callable[[int, Add | None], Collected], state: TrainState, step: int) -> Collected:
-        """Collects a step's groups. Whole mini-batches are packed and scored, or trained on, while others are still
-        sampled; the next `run` takes them.
+        """Collects a step's groups. Complete mini-batches are packed and scored, or trained on, while other groups are
+        sampled; the next `run` uses the results.
 
         Args:
-          collect: the collector's.
-          state: the learner's, as `run` will be given it; donated if `has_begun` after this.
+          collect: `Collector.collect`.
+          state: the learner's state, to be passed to `run`; donated if `has_begun` afterwards.
         """
         if self._scoring is not None:  # of a step that was dropped
             self._scoring.close()
@@ -333,7 +334,7 @@ class Updates:
         batch.old = [self._learner.score(state.params, qweights, micro)[0] for micro in batch.micros]
 
     def judge(self, batches: list[MiniBatch]) -> dict[str, float]:
-        """The critic's values, and from them advantages per token and its own targets; its metrics."""
+        """Writes the critic's advantages and targets per token into `batches`. Returns metrics; without critic, {}."""
         if self._critic is None:
             return {}
         with self._timer("values"):
@@ -345,8 +346,9 @@ class Updates:
         return judgement.metrics
 
     def score(self, state: TrainState, batches: list[MiniBatch], step: int) -> bool:
-        """Finds log-probs of the proximal policy, if the step has several updates, and of the reference, if there is
-        one. Tells whether the first are the sampler's; `update_once` checks the first update's."""
+        """Computes log-probs of the proximal policy, if the step has several updates, and of the reference, if there is
+        one. Returns True if the proximal policy's are the sampler's, to be checked by `update_once`.
+        """
         taken = False
         if len(batches) > 1:
             with self._timer("old_logprobs"):
@@ -411,7 +413,7 @@ class Updates:
         )
 
     def fit_critic(self, critic: Critic, batch: MiniBatch, place: str) -> dict[str, Metric]:
-        """One update of the critic."""
+        """Makes one update of the critic and returns its metrics. `place` names the step and update in errors."""
         with self._timer("critic"):
             fitted = critic.update(batch.micros, batch.targets, batch.packed.num_tokens, batch.packed.num_sequences)
             if float(jax.device_get(fitted["critic/nonfinite"].value)):
@@ -429,7 +431,7 @@ class Updates:
         *,
         guarded: bool = False,
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """One update of the policy; `guarded`: it is discarded unless `is_exact` holds of its metrics."""
+        """Makes one update of the policy. `guarded`: discards it unless learner and sampler agree (`is_exact`)."""
         with self._timer("update"):
             qweights = self._publisher.qweights(state)
             counts = batch.packed.num_tokens, batch.packed.num_sequences

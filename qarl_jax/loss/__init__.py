@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives: one file each, one line each in `LOSSES`; pure functions of `LossInputs`, float32, minimized.
+"""Objectives of reinforcement learning: pure functions of `LossInputs`, minimized in float32; one file for each.
 
     loss = get_loss("tbpo", clip_high=4e-4)          # or loss_from_config(tbpo.Config(...))
     mean, metrics = loss(inputs)                     # mean.value is the loss of this batch taken alone
@@ -8,16 +8,16 @@
 
 The convention, which makes micro-batches, packing and devices add up exactly:
 
-  * `mean.total` is this batch's own numerator, `mean.count` its own denominator: its masked tokens or its non-empty
-    responses, whichever `loss.denominator` ("tokens" or "sequences") says.
+  * `mean.total` is the numerator of this (micro-)batch, `mean.count` its denominator: the number of masked tokens or of
+    non-empty responses, as `loss.denominator` ("tokens" or "sequences") says.
   * Adding the Means (and merging the metrics) of the micro-batches of a mini-batch gives those of the mini-batch.
   * The gradient is that of total / *global* count, the count of the whole optimizer mini-batch, which the learner puts
     into `LossInputs.num_tokens` and `num_sequences`; `normalized` picks the right one. Gradients of micro-batches are
     then summed, never averaged. With both None, the batch is the whole and `normalized` equals `mean.value`.
   * A batch without any masked token has loss 0 and gradient 0.
 
-Terms that are not a policy objective (KL to a reference, a critic's value loss) have the same interface and their own
-Mean: `get_term("kl")`, `get_term("value")`. The learner adds coef * normalized(term).
+Terms that are not a policy objective (KL to a reference, a critic's value loss) have this interface too:
+`get_term("kl")`, `get_term("value")`. The learner adds coef * normalized(term).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TERMS: dict[Any, Callable[..., tuple[Mean, dict[str, Metric]]]] = {
 
 @runtime_checkable
 class Objective(Protocol):
-    """An objective for the learner: the function, and the count that divides its numerator."""
+    """The interface of an objective: a function of `LossInputs`, and the unit of its denominator."""
 
     @property
     def denominator(self) -> str:
@@ -84,7 +84,7 @@ class Loss:
 
     @property
     def name(self) -> str:
-        """The objective as a config names it, e.g. "tbpo"."""
+        """The objective's name in configs, e.g. "tbpo"."""
         return self.config.name
 
     @property
@@ -127,11 +127,11 @@ def make_config(name: str, options: Mapping[str, Any], registry: Mapping[Any, An
 
 
 def loss_from_config(config: Any, *, max_response_len: float | None = None) -> Loss:
-    """An instance of a registered Config -> its objective.
+    """Makes the objective of a registered Config.
 
     Args:
       config: e.g. `tbpo.Config()`.
-      max_response_len: the run's response limit, used where the config leaves its own unset.
+      max_response_len: the run's limit on response tokens, used if the config sets none.
     """
     if type(config) not in LOSSES:
         known = ", ".join(f"{c.__module__}.{c.__name__}" for c in LOSSES)
@@ -151,6 +151,6 @@ def get_loss(name: str, **options: Any) -> Loss:
 
 
 def get_term(name: str, **options: Any) -> Loss:
-    """A term beside the objective: get_term("kl", kind="k3") or get_term("value", clip=0.5); called like a loss."""
+    """Makes a term beside the objective, e.g. get_term("kl", kind="k3") or get_term("value", clip=0.5)."""
     config = make_config(name, options, TERMS)
     return Loss(config, TERMS[type(config)])

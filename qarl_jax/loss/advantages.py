@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages from rewards: relative to the group (GRPO, Dr. GRPO) or to a critic (GAE).
 
-Group advantages are computed over the whole group, before any split into mini-batches, on the host. Those of a critic
-are computed on the packed rows (`qarl_jax.learning.critic`), and whitened over the rollout batch, before its first
+Group advantages are computed on the host over whole groups, before any split into mini-batches. A critic's advantages
+are computed on the packed rows (`qarl_jax.learning.critic`), and whitened over the rollout batch before its first
 update.
 """
 
@@ -27,7 +27,7 @@ _LEVEL = "whose reward is compared: a response's, or what is to come from each o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """Relative to the group, over its standard deviation."""
+    """Options of GRPO's advantage: the reward relative to the group's mean, over its standard deviation."""
 
     name: ClassVar[str] = "grpo"
     formula: ClassVar[str] = "(R - mean) / (std + 1e-6), std with ddof = 1; 0 for a group of equal rewards"
@@ -41,7 +41,7 @@ class Grpo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpo:
-    """Relative to the group's mean."""
+    """Options of Dr. GRPO's advantage: the reward relative to the group's mean."""
 
     name: ClassVar[str] = "drgrpo"
     formula: ClassVar[str] = "R - mean"
@@ -55,7 +55,7 @@ class DrGrpo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gae:
-    """Generalized advantage estimation: relative to a critic, token by token."""
+    """Options of generalized advantage estimation: advantages relative to a critic, per token or turn."""
 
     name: ClassVar[str] = "gae"
     formula: ClassVar[str] = "A_t = delta_t + gamma lam A_(t+1), delta_t = R_t + gamma V_(t+1) - V_t; return A_t + V_t"
@@ -77,7 +77,7 @@ class Gae:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nothing:
-    """None: rewards are measured, and the KL term alone is learned from (distillation)."""
+    """Advantages of zero: only the KL term trains (distillation), and rewards are only reported."""
 
     name: ClassVar[str] = "none"
     formula: ClassVar[str] = "0; what is learned is the term `kl`"
@@ -106,7 +106,7 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
     Args:
       rewards: [P, n] float, one row per prompt; numpy or jax.
       kind: "grpo" or "drgrpo".
-      valid: [P, n] bool, responses that exist; None: all. The others get 0 and enter no statistic.
+      valid: [P, n] bool, responses that exist; None: all. Missing responses get 0 and enter no statistic.
 
     Returns:
       [P, n] float32, numpy for numpy input. Exactly 0 for a group of one and for a group of equal rewards.
@@ -142,17 +142,17 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
 def turn_advantages(
     rewards: Sequence[Sequence[Sequence[float]]], kind: str = "grpo", *, valid: Any = None
 ) -> np.ndarray:
-    """Advantage of each turn of each response: its reward to go, relative to the same turn of the group's responses.
+    """Computes the advantage of each turn k: its reward to go relative to turn k of all responses of the group.
 
-    The reward to go of turn k is the sum of the rewards of turns k, k+1, ...; of the first turn it is the response's
-    reward, so that turn 0 has the advantage of `group_advantages`. A turn that few responses have is compared with few.
+    The reward to go of turn k is the sum of the rewards of turns k, k+1, ... For the first turn it is the response's
+    reward, so that turn 0 has the advantage of `group_advantages`. Only responses that have a turn k are compared.
 
     Args:
       rewards: rewards[p][i][k] of turn k of response i to prompt p; numbers of turns may differ.
       kind, valid: as in `group_advantages`.
 
     Returns:
-      [P, n, turns] float32, 0 for turns that are not there.
+      [P, n, turns] float32, 0 for turns that a response does not have.
     """
     to_go = np.flip(np.cumsum(np.flip(padded(rewards), 2), 2), 2)
     most = to_go.shape[2]
@@ -163,16 +163,16 @@ def turn_advantages(
 
 
 def padded(rewards: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
-    """[P, n, turns] float64: the rewards of turns, 0 for turns that are not there; at least one turn."""
+    """Pads rewards of turns with zeros to an array [P, n, turns], float64, of at least one turn."""
     most = max([1, *(len(turns) for group in rewards for turns in group)])
     return np.array([[[*turns, *[0.0] * (most - len(turns))] for turns in group] for group in rewards], np.float64)
 
 
 def finite(rewards: np.ndarray) -> np.ndarray:
-    """The rewards as they are.
+    """Checks that all rewards are finite, and returns them.
 
     Raises:
-      UserError: one of them is not finite.
+      UserError: a reward is not finite.
     """
     if not np.isfinite(rewards).all():
         raise UserError("a reward is not finite: every completion, broken ones included, needs a finite reward")
@@ -184,7 +184,7 @@ def token_rewards(
     mask: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T"]:
-    """Reward per token: the response's score at its last masked token.
+    """Computes the reward per token: each response's score at its last masked token, 0 elsewhere.
 
     Args:
       scores: [B, T] float32, each response's score broadcast over its tokens.
@@ -200,7 +200,7 @@ def token_rewards(
 
 
 def turn_starts(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """The first token of each turn: of each run of masked tokens within a segment."""
+    """Marks the first token of each turn, bool [B, T]; a turn is a run of masked tokens within a segment."""
     mask = mask & (segment_ids > 0)
     goes_on = mask[:, :-1] & (segment_ids[:, :-1] == segment_ids[:, 1:])
     return mask & ~jnp.pad(goes_on, ((0, 0), (1, 0)))
@@ -222,13 +222,13 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over packed rows with holes.
+    """Computes generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over packed rows.
 
     Backward in time, from a = v' = 0 at the end of each segment: delta = R + gamma v' - V, a = delta + gamma lam a,
-    v' = V on masked tokens; a hole (tool output) carries both through unchanged.
+    v' = V on masked tokens. Unmasked tokens inside a response (tool output) leave a and v' unchanged.
 
     Args:
-      rewards, values: [B, T] float32; anything outside the mask.
+      rewards, values: [B, T] float32; entries outside the mask are ignored.
       mask: [B, T] bool. segment_ids: [B, T] int32, segments contiguous in time, 0 = padding.
       gamma, lam: discount and trace decay; 1 and 1 are verl's.
 
@@ -257,14 +257,14 @@ def gae(
 
 
 def moments(x: Float[np.ndarray, " n"]) -> tuple[float, float]:
-    """(mean, variance with ddof = 1) of the advantages to be whitened, in float64; (0, 1) for fewer than two."""
+    """Computes (mean, variance with ddof = 1) of advantages for `whiten`, in float64; (0, 1) for fewer than two."""
     x = np.asarray(x, np.float64)
     return (float(x.mean()), float(x.var(ddof=1))) if x.size > 1 else (0.0, 1.0)
 
 
 def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"], mean: Any, variance: Any) -> Float[Array, "B T"]:
-    """(x - mean) / sqrt(variance + 1e-8) on the mask, 0 elsewhere.
+    """Whitens advantages: (x - mean) / sqrt(variance + 1e-8) on the mask, 0 elsewhere.
 
-    Mean and variance are those of the whole rollout batch (`moments`), of which `x` may be a micro-batch.
+    `x` may be a micro-batch; mean and variance are those of the whole rollout batch (`moments`).
     """
     return jnp.where(mask, (x.astype(jnp.float32) - mean) / jnp.sqrt(variance + _SAME), 0.0)

@@ -4,8 +4,8 @@
 
     J_t = w_t stop_gradient(clip(r_t, ratio_min, ratio_max)) A logprob_t
 
-REINFORCE with a capped weight: no token ever loses its gradient. The value depends on the absolute log-prob and is no
-surrogate; only its gradient means something. The bounds are absolute ratios (ScaleRL and TRL; verl writes 1 + eps).
+CISPO is REINFORCE with a capped weight: every token keeps a gradient. Only the gradient of J has a meaning; its value
+depends on the log-prob itself. The bounds are ratios (as in ScaleRL and TRL; verl writes 1 + eps).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Config(Shared):
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """CISPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    """Computes CISPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jax.lax.stop_gradient(r.ratio)

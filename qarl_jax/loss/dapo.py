@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DAPO's objective (https://arxiv.org/abs/2503.14476, sec. 3.1 and 3.3): clip-higher and the mean over all tokens.
 
-Token objective as in GRPO with a wider upper clip. The paper's equation averages over the tokens of each prompt's
-group; its released code, followed here, over those of the mini-batch. Dynamic sampling and the overlong penalty act on
-batches and rewards, not on the objective.
+The token objective is GRPO's with a wider upper clip. The paper's equation averages over the tokens of each prompt's
+group; its released code, and this file, average over the tokens of the mini-batch. Dynamic sampling and the overlong
+penalty act on batches and rewards, not on the objective.
 """
 
 from __future__ import annotations

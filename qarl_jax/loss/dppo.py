@@ -4,17 +4,17 @@
 
     J_t = w_t M_t sg(min(r_t, ratio_max)) A logprob_t
 
-CISPO's capped ratio, with a mask in place of the clip. With p the token's probability under the learner now and q the
-one that r divides by, M_t drops a token whose update would move p further from q, where it is too far already:
+DPPO has CISPO's capped ratio, and the mask M_t instead of a clip. p is the token's probability under the learner now, q
+the probability that r divides by. M_t drops a token whose update would move p away from q, if it is far already:
 
     A > 0 and p > q and D > clip_high          A < 0 and p < q and D > clip_low
     tv   D = |p - q|
     kl   D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-D is the divergence of "this token or any other one", a lower bound of that over the vocabulary. A rare token may grow
-a hundredfold, and a sure one may not fall from 0.99 to 0.8; a clip of ratios has it the other way round. The paper
-recommends the sampler for q (`ratio: sampler`), so that the mask bounds the mismatch, too; with an aligned learner
-both are one. Its approximation by the top k tokens needs their log-probs from the sampler, and is left out.
+D is the divergence of the binary distributions (this token, any other token), a lower bound of the divergence over the
+vocabulary. A rare token may grow a hundredfold, but a probability of 0.99 may not fall to 0.8; a clip of ratios does
+the opposite. The paper recommends the sampler for q (`ratio: sampler`), so that the mask bounds the mismatch too; with
+an aligned learner both choices agree. Left out: the paper's top-k variant, which needs more log-probs of the sampler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Config(Shared):
 
 
 def binary_divergence(logp: Float[Array, ...], logq: Float[Array, ...], kind: str) -> Float[Array, ...]:
-    """Divergence of Bernoulli(p) from Bernoulli(q), in nats for `kl`; log-probs of one shape, above 0 taken for 0."""
+    """Computes the divergence of Bernoulli(p) from Bernoulli(q), in nats for `kl`; log-probs above 0 count as 0."""
     logp, logq = jnp.minimum(logp, 0.0), jnp.minimum(logq, 0.0)
     p, q = jnp.exp(logp), jnp.exp(logq)
     if kind == "tv":
@@ -64,7 +64,7 @@ _SURE = 1.0 - 2.0**-24  # the largest float32 below 1: the rest of a sure token 
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """DPPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    """Computes DPPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     log_ratio, now = jax.lax.stop_gradient((r.log_ratio, r.logprobs))

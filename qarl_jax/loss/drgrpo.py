@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dr. GRPO (https://arxiv.org/abs/2503.20783, sec. 3.2): GRPO without its two biases.
+"""Dr. GRPO (https://arxiv.org/abs/2503.20783, sec. 3.2): GRPO without its length bias and difficulty bias.
 
-Token objective as in GRPO; the advantage is R - mean (`group_advantages(..., "drgrpo")`), and the sum over a response
-is divided by a constant instead of its length, so that long wrong answers are not penalized less per token. The
-constant is the response limit of the run; with the padded length of a batch the step would depend on the packing.
+The token objective is GRPO's; the advantage is R - mean (`group_advantages(..., "drgrpo")`). The sum over a response is
+divided by a constant instead of its length, so that long wrong answers are not penalized less per token. The constant
+is the run's response limit; with the padded length of a batch the loss would depend on the packing.
 """
 
 from __future__ import annotations

@@ -37,5 +37,5 @@ class Config(Clipped):
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """GRPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    """Computes GRPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
     return clipped_policy_loss(x, cfg=cfg, off_policy_mask=cfg.off_policy_mask)

@@ -49,7 +49,7 @@ class Config(Shared):
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """GSPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    """Computes GSPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jnp.exp(jnp.minimum(r.mean(r.log_ratio), MAX_LOG_SEQUENCE_RATIO))

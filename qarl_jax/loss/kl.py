@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""KL to a reference policy, estimated on the sampled tokens (http://joschu.net/blog/kl-approx.html): a term of its own.
+"""The KL term: KL to a reference policy, estimated on the sampled tokens (http://joschu.net/blog/kl-approx.html).
 
 With d = logprobs - ref_logprobs, clamped to +-20:
 
@@ -48,7 +48,7 @@ class Config:
 
 
 def estimate(difference: Float[Array, ...], kind: str) -> Float[Array, ...]:
-    """Per-token KL estimate of logprobs - ref_logprobs (finite), any shape; `kind` is one of `KINDS`."""
+    """Estimates the KL per token from logprobs - ref_logprobs (finite, any shape); `kind` is one of `KINDS`."""
     d = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
         return d
@@ -60,7 +60,7 @@ def estimate(difference: Float[Array, ...], kind: str) -> Float[Array, ...]:
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """KL to the reference over this batch; `ref_logprobs` [B, T] is required and not differentiated."""
+    """Computes the KL to the reference over a batch; `ref_logprobs` [B, T] is required and not differentiated."""
     require(x, "ref_logprobs")
     r = prepare(x)
     reference = jnp.where(r.mask, jnp.asarray(x.ref_logprobs).astype(jnp.float32), 0.0)

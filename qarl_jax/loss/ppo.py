@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's actor (https://arxiv.org/abs/1707.06347, eq. 7) on advantages from a critic.
+"""PPO's actor loss (https://arxiv.org/abs/1707.06347, eq. 7) on advantages from a critic.
 
-Before the mini-batches of an update, once per rollout batch, over packed rows:
+Advantages are computed once per rollout batch, over packed rows, before its mini-batches:
 
     rewards    = token_rewards(scores, ...)          the score at the last token
-    adv, ret   = gae(rewards, values, ...)           backward over each segment, holes carried through
+    adv, ret   = gae(rewards, values, ...)           backward over each segment, skipping unmasked tokens
     advantages = whiten(adv, mask, ...)              over the rollout batch; the returns are not whitened
 
-The token objective is then GRPO's. The critic (`qarl_jax.learning.critic`) has a loss (`value.py`) and an optimizer
-of its own. A sampler correction weighs the actor only; no source reweighs the critic. In a config all three are named:
+The token objective is then GRPO's. The critic (`qarl_jax.learning.critic`) has another loss (`value.py`) and another
+optimizer. A sampler correction weighs the actor only; no source reweighs the critic. A config names all three:
 
     loss: {name: ppo}        advantage: {name: gae}        critic: {}
 """

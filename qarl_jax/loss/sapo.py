@@ -4,8 +4,8 @@
 
     J_t = w_t (4 / tau) sigmoid(tau (r_t - 1)) A        tau = tau_pos for A > 0, tau_neg for A < 0
 
-A smooth gate instead of a clip: dJ/dlogprob = 4 s (1 - s) r A with s the sigmoid, which is A at r = 1 and fades on both
-sides, faster for A < 0. The value at r = 1 is 2 A / tau, so it cannot be compared with that of other objectives.
+SAPO has a smooth gate instead of a clip: dJ/dlogprob = 4 s (1 - s) r A with s the sigmoid. It is A at r = 1 and fades
+on both sides, faster for A < 0. J at r = 1 is 2 A / tau, so do not compare its value with other objectives'.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Config(Shared):
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """SAPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    """Computes SAPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = r.ratio

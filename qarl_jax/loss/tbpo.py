@@ -10,22 +10,22 @@ One ratio and one weight per response, both geometric means over its tokens:
     A < 0:  J = w clip(r, 1 - neg_clip_low, 1 + neg_clip_high) A
     loss = - mean of J over the non-empty responses
 
-There is no outer min(): for A < 0 it would pick r A above the band and undo the upper bound, whose purpose is to drop
-whole garbled responses. A dropped response has no gradient but stays in the value and in the count. The clip of w acts
-on log w: read literally, clip(w, -log 2, log 2) would cut every healthy w = 1 to 0.69.
+There is no outer min(): for A < 0 it would pick r A above the band and undo the upper bound, which exists to drop
+garbled responses. A dropped response has no gradient but stays in the value and in the count. The clip of w acts on
+log w: taken literally, the paper's clip(w, -log 2, log 2) would cut every w = 1 to 0.69.
 
-The default bands suit responses of thousands of tokens: the spread of a mean falls with sqrt(L), so short responses
-need wider ones. With d_t = logprobs - old_logprobs of a response of L tokens, `bands` multiplies all its edges by
+The default bands suit responses of thousands of tokens: the standard deviation of a mean falls with sqrt(L), so short
+responses need wider bands. With d_t = logprobs - old_logprobs of a response of L tokens, `bands` multiplies edges by
 
     fixed     1
     length    sqrt(4096 / L)
     spread    sqrt(4096 / L) max(1, s / spread_ref),   s^2 = sum_t (d_t - mean d)^2 / (L - 1)
 
-s sqrt(1 / L) is the standard error of the response's own mean log-ratio, so with `spread` an edge is the same number
-of standard errors for every scheme and length. Rounding makes s: under a coarse scheme a small update moves few codes
-by whole steps, and single tokens far. s does not see the mean, which is what the band limits. Its floor keeps the
-bands where a response has one token, or where nothing has moved. Both are of the response alone, so that micro-batches
-and packing change nothing, and neither has a gradient.
+s sqrt(1 / L) is the standard error of the response's mean log-ratio, so with `spread` an edge is the same number of
+standard errors for every scheme and length. s is large under coarse schemes: a small update changes few codes by whole
+steps, and with them single tokens' log-probs by much. s does not depend on the mean, which the band limits. The max
+with 1 keeps the bands where a response has one token, or where no log-prob has changed. The factors depend on one
+response alone, so that micro-batches and packing do not matter, and have no gradient.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Config(Shared):
 
 
 def widths(r: Responses, cfg: Config) -> Float[Array, "B S"] | float:
-    """Factors on the edges of each response's band; see the module's docstring. No gradient."""
+    """Computes the factors by which `cfg.bands` widens each response's band (formulas above); they have no gradient."""
     if cfg.bands == "fixed":
         return 1.0
     width = jnp.sqrt(LENGTH_REF / jnp.maximum(r.length, 1.0))
@@ -107,7 +107,7 @@ def widths(r: Responses, cfg: Config) -> Float[Array, "B S"] | float:
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """TBPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    """Computes TBPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     advantage, w = r.mean(r.advantages), r.mean(weights.weight)

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic's clipped value loss (PPO's code; verl): a term of its own, averaged over tokens, never reweighted.
+"""The critic's clipped value loss (PPO's code; verl), averaged over tokens, without a sampler correction.
 
 L_t = 0.5 max((V - ret)^2, (clip(V, V_old - clip, V_old + clip) - ret)^2)
 
-Who computes V and ret is `qarl_jax.learning.critic`.
+`qarl_jax.learning.critic` computes the values V and returns ret.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Config:
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """Value loss over this batch. `values` [B, T] is differentiated, `old_values` and `returns` [B, T] are not."""
+    """Computes the value loss of a batch; of the inputs only `values` [B, T] is differentiated."""
     require(x, "values", "old_values", "returns")
     r = prepare(x)
     clean = lambda y: jnp.where(r.mask, jnp.asarray(y).astype(jnp.float32), 0.0)  # noqa: E731
@@ -62,9 +62,9 @@ def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
 
 
 def explained_variance(values: Float[np.ndarray, " n"], returns: Float[np.ndarray, " n"]) -> float:
-    """1 - var(ret - V) / var(ret): 1 for a perfect critic, 0 for a constant one; 0 where the returns do not vary.
+    """Computes 1 - var(ret - V) / var(ret): 1 for a perfect critic, 0 for a constant one or constant returns.
 
-    On the host in float64: a difference of float32 sums would drown where returns vary little around a large mean.
+    It computes on the host in float64, because float32 loses the variance of returns close to a large mean.
     """
     values, returns = np.asarray(values, np.float64), np.asarray(returns, np.float64)
     variance = returns.var() if returns.size else 0.0

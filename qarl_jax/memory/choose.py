@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lays a run out on devices: the cheapest settings that fit, or an error that names settings which do.
+"""Chooses the cheapest memory settings under which a run fits its devices; else an error names settings that fit.
 
     cfg, made = settle(cfg, size=80 * GIB)      # every "auto" of `cfg` replaced; made.lines() says what was chosen
 
@@ -36,7 +36,7 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings, by dotted field, and their cost; `notes` say what else they mean, `parts` what they are a sum of."""
+    """Settings by dotted field, and their cost. `notes`: further effects, in words. `parts`: the choices summed up."""
 
     settings: Mapping[str, Any]
     cost: Cost = dataclasses.field(default_factory=Cost)
@@ -48,7 +48,7 @@ class Choice:
         return Choice(settings=settings, cost=cost, parts=(*(self.parts or (self,)), *(other.parts or (other,))))
 
     def lines(self) -> list[str]:
-        """Words each part: its settings, and what they cost."""
+        """Returns a line of text for each part: its settings and their cost."""
         return [
             f"{' '.join(words(part.settings))}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
             for part in self.parts or (self,)
@@ -63,15 +63,14 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     """Replaces every "auto" of a run's memory settings; returns the run and the plan that it fits.
 
     `model.remat`, `optimizer.offload`, a critic's, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without
-    a device's size (on a CPU) nothing is planned: all is recomputed, nothing offloaded, and gradients are float32.
-
-    A mesh axis of -1 becomes the number of devices here.
+    a device's size (on a CPU) nothing is planned: remat is full, nothing is offloaded, and gradients are float32. With
+    a size, a mesh axis of -1 becomes the number of devices here.
 
     Args:
       size: bytes of a device (`plan.capacity`).
 
     Raises:
-      UserError: it does not fit; the sentence names settings that do, if there are any.
+      UserError: the run does not fit; the message names settings that fit, if there are any.
     """
     if size is None:
         return replaced(cfg, _without_plan(cfg)), None
@@ -94,8 +93,8 @@ def _without_plan(cfg: RunConfig) -> dict[str, Any]:
 
 
 def with_engines(cfg: RunConfig) -> RunConfig:
-    """Puts engines on the learner's GPUs where `rollout.engine.memory` is auto and no engine has a place: one on each,
-    or on as many as an engine has shards.
+    """Places vLLM engines on the learner's GPUs, one per GPU or per group of `tensor_parallel_size` GPUs. Does so only
+    if `rollout.engine.memory` is auto and the config places no engine.
 
     Raises:
       UserError: the shards do not divide the GPUs.
@@ -123,19 +122,19 @@ def with_engines(cfg: RunConfig) -> RunConfig:
 
 
 def fits(cfg: RunConfig, size: int) -> bool:
-    """Tells whether any choice of the run's "auto" settings fits."""
+    """Tells whether the run fits devices of `size` bytes under any choice of its "auto" settings."""
     cfg = on_a_gpu(with_engines(cfg))
     return search(cfg, size, automatic(cfg, size)) is not None
 
 
 def savings(cfg: RunConfig, size: int) -> list[str] | None:
-    """Words the cheapest overrides under which the run fits; None: there are none."""
+    """Returns the cheapest overrides, "field=value", under which the run fits; None: no settings fit."""
     found = smaller(cfg, size)
     return None if found is None else words(found)
 
 
 def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
-    """Finds the cheapest settings, by dotted field, under which the run fits; None: there are none.
+    """Finds the cheapest settings, by dotted field, under which the run fits; None: no settings fit.
 
     An engine is spread over several GPUs where no other settings fit.
     """
@@ -143,8 +142,10 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
         wider = _wider(given)
-        rest = None if wider is None else smaller(replaced(given, wider), size)
-        return None if rest is None else {**(wider or {}), **rest}
+        if wider is None:
+            return None
+        rest = smaller(replaced(given, wider), size)
+        return None if rest is None else wider | rest
     changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
@@ -180,7 +181,7 @@ _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing
 
 
 def refusal(cfg: RunConfig, size: int) -> str:
-    """Says by how much a run does not fit as it is, and which overrides make it fit."""
+    """Returns the error message of a run that does not fit: the missing memory, and overrides that make it fit."""
     placed = on_a_gpu(with_engines(cfg))
     plans = [plan for _, plan in _plans(placed, size, automatic(placed, size))]
     overrides = smaller(cfg, size)
@@ -202,7 +203,7 @@ def _word(value: Any) -> str:
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
-    """Words settings as overrides."""
+    """Formats settings as overrides, "field=value"."""
     return [f"{key}={_word(value)}" for key, value in settings.items()]
 
 
@@ -211,7 +212,7 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Knobs:
-    """The learner's and the engine's knobs. The engine's are made per layout of the mesh, which sizes depend on."""
+    """The knobs (groups of alternative settings) of learner and engine, for one layout of the mesh."""
 
     learner: list[Knob]
     engine: list[Knob]
@@ -262,7 +263,7 @@ def _valid(cfg: RunConfig, choice: Choice) -> RunConfig | None:
 
 
 def automatic(cfg: RunConfig, size: int) -> Knobs:
-    """The knobs that the run leaves to the plan."""
+    """Returns the knobs of the settings that the run leaves at "auto"."""
     ours = []
     if cfg.model.remat == "auto":
         ours.append(_remat(cfg))
@@ -278,7 +279,7 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
 
 
 def allowed(cfg: RunConfig, size: int) -> Knobs:
-    """All knobs. The run's own settings cost nothing."""
+    """Returns all knobs; the run's present settings cost nothing."""
     ours = [_remat(cfg), *(_offload(cfg, owner) for owner in learner.optimizer_states(cfg))]
     ours += [_rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
     theirs = []

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Estimated costs of memory settings: seconds a step on a Hopper GPU, or bits of the result.
+"""Estimates costs of memory settings: seconds per step on a Hopper GPU, or changed rounding of the result.
 
 The estimates order the choices of `choose.py`; they are no forecast. The rates are round numbers under those of
 docs/operations/performance.md and steps.md.
@@ -30,12 +30,12 @@ REPEATED = {"none": 0.0, "dots": 0.05, "mixer": 0.6, "attention": 0.9, "full": 1
 @functools.total_ordering
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The price of a choice, ordered by seconds. Other bits count `ROUNDING_S` a step: only hours are dearer.
+    """The cost of a choice: seconds per step, and changed rounding, which counts as hours (`ROUNDING_S`).
 
     Attributes:
       bits: how much of the result the choice changes: 0, nothing; 1, the rounding of gradients; 2, of moments; 8, of
         masters.
-      seconds: a step, estimated.
+      seconds: estimated seconds per step.
     """
 
     bits: int = 0
@@ -43,7 +43,7 @@ class Cost:
 
     @property
     def price(self) -> float:
-        """Seconds a step that the choice is worth avoiding."""
+        """The cost in seconds per step with rounding included; choices are ordered by it."""
         return self.seconds + self.bits * ROUNDING_S
 
     def __lt__(self, other: Cost) -> bool:
@@ -54,7 +54,7 @@ class Cost:
 
 
 def update_seconds(cfg: RunConfig) -> float:
-    """Seconds of a step's updates without recomputation, for responses of full length."""
+    """Estimates the seconds of a step's updates without recomputation, for responses of full length."""
     made, model = learner.shapes(cfg), learner.model_of(cfg)
     responses = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt * cfg.train.update_epochs
     lengths = [cfg.data.prompt_limit + cfg.rollout.max_response_len]
@@ -63,18 +63,18 @@ def update_seconds(cfg: RunConfig) -> float:
 
 
 def remat_seconds(cfg: RunConfig, policy: str) -> float:
-    """Seconds a step that recomputation adds; a forward is a third of an update."""
+    """Estimates the seconds per step that recomputation adds; a forward is a third of an update."""
     return update_seconds(cfg) * REPEATED[policy] / 3
 
 
 def offload_seconds(cfg: RunConfig, owner: str) -> float:
-    """Seconds a step of an optimizer state's two transfers per update; owner: as in `learner.optimizer_states`."""
+    """Estimates the seconds per step of an offloaded optimizer state's transfers; owner: see `optimizer_states`."""
     state = learner.nbytes(learner.optimizer_states(cfg)[owner][0], learner.planned_mesh(cfg))
     return 2 * state * cfg.train.updates_per_step / HOST_BYTES
 
 
 def waiting_seconds(cfg: RunConfig, cached: int) -> float:
-    """Seconds a step that sequences wait for a place in a KV cache of `cached` sequences, all of full length."""
+    """Estimates the seconds per step that sequences wait, if the KV cache holds `cached` of full length."""
     if cached >= at_once(cfg):
         return 0.0
     token = published_bytes(cfg) / DECODE_BYTES + LAUNCH_S
@@ -82,14 +82,14 @@ def waiting_seconds(cfg: RunConfig, cached: int) -> float:
 
 
 def staging_seconds(cfg: RunConfig, buffers: int | None) -> float:
-    """Seconds a step of publishing with so many staging buffers; None: through host memory."""
+    """Estimates the seconds per step of publishing through `buffers` staging buffers; None: through host memory."""
     if buffers is None:
         return published_bytes(cfg) / (SHARED_BYTES if learner.model_of(cfg).moe is None else SHARED_EXPERTS)
     return 0.0 if buffers else published_bytes(cfg) / HOST_BYTES
 
 
 def in_words(cost: Cost) -> tuple[str, ...]:
-    """Words a cost: its seconds, beside the value of the setting that takes none, then its rounding."""
+    """Returns a cost as phrases: seconds over the setting's fastest value, then changed rounding."""
     words = [f"{cost.seconds:+.1f} s a step over its fastest value (estimate)"] if cost.seconds >= 0.05 else []
     words += ["rounds otherwise"] if cost.bits else []
     return tuple(words) or ("costs no time",)

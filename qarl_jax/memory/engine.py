@@ -44,8 +44,8 @@ def chunk_bytes(weights: PolicyWeights) -> int:
 
 @_of_a_version
 def published_bytes(weights: PolicyWeights) -> int:
-    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16; nothing of a
-    base that it reads in the trainer's memory."""
+    """Bytes of one published version: QTensors, and all other weights in bfloat16. A base that the engine reads in the
+    trainer's memory is left out."""
     covered, elsewhere = models.by_path(weights.qweights), weights.elsewhere
     own = {path: leaf for path, leaf in covered.items() if path not in elsewhere}
     rest = {p: leaf for p, leaf in models.by_path(weights.params).items() if p not in covered and p not in elsewhere}
@@ -54,10 +54,10 @@ def published_bytes(weights: PolicyWeights) -> int:
 
 @_of_a_version
 def layer_copies(weights: PolicyWeights) -> int:
-    """Bytes that a vLLM on CUDA holds beside the published tensors of dense layers.
+    """Bytes that vLLM on CUDA needs for dense layers in addition to the published tensors.
 
-    Of `Scheme.held_twice` the bridge's kernels multiply copies made at each load from the tensors, which stay: the
-    arrays in another order. Of `Scheme.decoded` there is room for the largest layer, gate and up, in bfloat16.
+    Under `Scheme.held_twice` the bridge's kernels multiply reordered copies of the tensors, made at each load. Under
+    `Scheme.decoded` there is room for the largest layer, gate and up, in bfloat16.
     """
     layers = [q for path, q in models.by_path(weights.qweights).items() if ".moe." not in path]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers if q.scheme.decoded), default=0)
@@ -67,8 +67,8 @@ def layer_copies(weights: PolicyWeights) -> int:
 def staging_bytes(cfg: RunConfig) -> int:
     """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many.
 
-    A frozen base is staged once; the versions after it are adapters, which go through host memory. So does all that the
-    engine of a base that is held once is given.
+    A frozen base is staged once; later versions are adapters, which go through host memory. Nothing is staged if
+    learner and engine share one copy of the base.
     """
     engine = cfg.rollout.engine
     if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu or held_once(cfg):
@@ -91,7 +91,7 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
 
 
 def at_once(cfg: RunConfig) -> int:
-    """Most sequences that one engine decodes together; the engines of all processes share a step's sequences."""
+    """The most sequences that one engine decodes at once; the engines of all processes share a step's sequences."""
     engine = cfg.rollout.engine
     assert isinstance(engine, VllmConfig)
     sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
@@ -100,8 +100,8 @@ def at_once(cfg: RunConfig) -> int:
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:
-    """Bytes of a vLLM on a GPU, of one shard where it is tensor-parallel. Without `kv_cache_gb` its KV cache is what is
-    left; one sequence is the least."""
+    """Bytes of a vLLM engine on one GPU (of one shard if it is tensor-parallel), by part. Without `kv_cache_gb` the KV
+    cache takes what is left, so only one sequence is counted."""
     engine, model = cfg.rollout.engine, models.read_config(cfg.model.path)
     assert isinstance(engine, VllmConfig)
     inner = model.intermediate_size

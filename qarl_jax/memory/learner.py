@@ -36,12 +36,12 @@ GIB = 2.0**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shapes:
-    """A run's policy as shapes, from its config.json; no weights are read. `shapes` makes one for equal settings.
+    """The shapes of a run's policy, from its config.json; no weights are read. Equal settings share one object.
 
     Attributes:
-      graphdef, params, qweights: of the learner, under `quant.forward`; QTensors alone.
+      graphdef, params, qweights: the learner's, under `quant.forward`; qweights holds QTensors only.
       learned, frozen: the masters that learn, and the frozen leaves that are no QTensors.
-      opt_state: of its optimizer.
+      opt_state: the state of the policy's optimizer.
       served, published: graphdef and QTensors of the sampler, under `quant.rollout`.
     """
 
@@ -59,9 +59,9 @@ _SHAPES: dict[str, Shapes] = {}
 
 
 def shapes(cfg: RunConfig, trainable: Trainable | None = None) -> Shapes:
-    """The shapes of a run's policy; made once for all settings that they do not depend on.
+    """Returns the shapes of a run's policy, cached by the settings that they depend on.
 
-    trainable: which of its leaves learn; None: those of the run.
+    trainable: the leaves that learn; None: the run's.
     """
     trainable = cfg.trainable if trainable is None else trainable
     depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
@@ -88,7 +88,7 @@ def _held(trainable: Trainable, graphdef: Any, params: Any) -> Any:
 
 
 def model_of(cfg: RunConfig) -> models.ModelConfig:
-    """The learner's model, under the run's recomputation."""
+    """Returns the config of the learner's model, with the run's `model.remat`."""
     return dataclasses.replace(models.config_of(shapes(cfg).graphdef), remat=cfg.model.remat_or_full)
 
 
@@ -98,7 +98,7 @@ def parameters(cfg: RunConfig) -> int:
 
 
 def planned_mesh(cfg: RunConfig) -> Mesh | AbstractMesh:
-    """The run's mesh; its devices need not be here, unless an axis asks for all there are (-1)."""
+    """Returns the run's mesh; it needs no devices on this machine, unless an axis asks for all devices (-1)."""
     sizes = dataclasses.asdict(cfg.mesh)
     if -1 in sizes.values():
         return build.make_mesh(cfg)
@@ -110,14 +110,14 @@ def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None
 
     Args:
       tree: params, qweights, or an optimizer state around them.
-      mesh: count what one device of it holds; None: everything.
-      dtype: count as if the arrays had this one.
+      mesh: count one device's shards; None: whole arrays.
+      dtype: count as if the arrays had this dtype.
     """
     return sum(jax.tree.leaves(bytes_of_each(tree, mesh, dtype)))
 
 
 def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> Any:
-    """`nbytes` leaf by leaf: a tree like the given one."""
+    """Counts the bytes of each array, as `nbytes` does: a tree of the same structure."""
     leaves, structure = jax.tree.flatten(tree)
     held = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype is None else dtype) for leaf in leaves)
     return jax.tree.unflatten(structure, _bytes(structure, held, mesh))
@@ -133,7 +133,7 @@ def _bytes(structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh 
 
 
 def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any, Any]:
-    """(config of the body, params, what it holds frozen and the policy does not, optimizer state) of the run's critic.
+    """Returns the run's critic: (config of its body, params, frozen weights that the policy lacks, optimizer state).
 
     All but the config are shapes; reads no weights.
     """
@@ -183,10 +183,10 @@ def saved_activations(model: models.ModelConfig, positions: int, max_segments: i
 
 
 def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
-    """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
+    """Peak bytes while one layer is recomputed and differentiated, besides its saved activations.
 
-    The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
-    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two; everything else in the plan is counted.
+    Three factors are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
+    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two. Everything else in the plan is counted.
     """
     hidden, _, projected, inner = _widths(model)
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
@@ -204,13 +204,13 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
 def update_scratch(
     params: Any, opt_state: Any, *, offload: bool = False, mesh: Mesh | AbstractMesh | None = None
 ) -> int:
-    """Bytes that an update outside of the gradient's program works with beside masters, gradients and a state that
-    rests on the device (`by_stack.Update`).
+    """Temporary bytes of an optimizer update that is a program of its own (`by_stack.Update`). Masters, gradients and
+    an optimizer state on the device are not counted.
 
-    As one program: a float32 number per parameter, one more for those of the largest stack, and a state from the host.
-    In groups: of the fullest one six layers in float32, or 2.5 float32 numbers per parameter where it is not a stack,
-    and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
-    (benchmarks/memory.py), or less.
+    One group: a float32 number per parameter, one more for those of the largest stack, and an offloaded state. Several
+    groups: six layers of the fullest stack in float32, or 2.5 float32 numbers per parameter of a group that is no
+    stack. Of an offloaded state, two neighbouring groups are on the device. XLA allocates this or less on an H200 at
+    Qwen3-8B under Muon (benchmarks/memory.py).
     """
     groups = by_stack.groups_of(params)
     sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
@@ -232,24 +232,28 @@ def update_scratch(
 
 
 def held_once(cfg: RunConfig) -> frozenset[str]:
-    """Lists the leaves that learner and engine hold once (`build.holds_base_once`)."""
+    """Returns the paths of weights of which learner and engine share one copy (`build.holds_base_once`)."""
     there = build.holds_base_once(cfg, planned_mesh(cfg).size)
     return one_base.paths_of(shapes(cfg).graphdef) if there else frozenset()
 
 
 def one_base_bytes(cfg: RunConfig) -> int:
-    """Bytes of their QTensors, outside of JAX's pool."""
+    """Bytes of the QTensors that learner and engine share (`held_once`), outside of JAX's memory pool."""
     shared = held_once(cfg)
     return nbytes(part_of(shapes(cfg).qweights, shared.__contains__))
 
 
-def _reading(cfg: RunConfig, shared: frozenset[str]) -> int:
-    """Bytes of JAX's pool while a base that is held once is read: masters of a piece, and what quantizing them takes.
+@functools.lru_cache(maxsize=256)
+def reading(model: models.ModelConfig, trainable: Trainable, mesh: Mesh | AbstractMesh | None) -> int:
+    """Bytes of JAX's pool beside masters and frozen entries while a frozen base is read; 0 where nothing is frozen.
 
-    An estimate: eight times the largest piece's masters in bfloat16 (gate and up, in float32 and as integers).
+    An estimate: three times the masters that are there at once (`pieces.groups`), their codes and what making these
+    takes included. XLA allocates for an H200 1.4 times them under w4a16, and 1.6 under nvfp4; in the layout that an
+    engine reads 2.3 times gate and up, and 3.0 times down. Embedding and head are read before the stacks have memory.
     """
-    stacks = [2 * math.prod(leaf.shape) for path, leaf in models.by_path(shapes(cfg).params).items() if path in shared]
-    return 8 * min(max(stacks), pieces.BYTES_OF_A_KEEPER) if stacks else 0
+    params = models.split(models.abstract_model(model.base))[1]
+    stacks = part_of(params, lambda path: path.startswith("stacks.") and not trainable.learns(path))
+    return 3 * max((nbytes(piece, mesh) for piece, _ in pieces.groups(model.base, stacks)), default=0)
 
 
 def _decoded(cfg: RunConfig) -> int:
@@ -271,9 +275,9 @@ def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: A
 
 
 def beside_sums(model: models.ModelConfig, params: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
-    """Bytes of a micro-batch's gradient that stand beside an accumulator: a layer's, and those outside of the stacks.
+    """Bytes of a micro-batch's gradient besides the accumulator: one layer's, and those outside of the stacks.
 
-    See `models.sums`. dtype: of the gradient; None: the masters'.
+    See `models.sums`. dtype: the gradient's; None: the masters'.
     """
     stacks = nbytes(part_of(params, lambda path: path.startswith("stacks.")), mesh, dtype)
     return nbytes(params, mesh, dtype) - stacks + stacks // model.num_layers
@@ -295,18 +299,18 @@ def update_parts(
     backward: str = "bf16",
     mesh: Mesh | AbstractMesh | None = None,
 ) -> dict[str, int]:
-    """Bytes by part at the fullest moment of an update.
+    """Counts bytes by part at the peak of an update.
 
-    Two moments compete. In the layers' backward there are the saved activations, one layer's own and all gradients;
-    where those are bfloat16, the head's float32 sum stands beside them, and a rounded copy of float32 masters that the
-    forward reads. In the log-probs' backward there are a chunk of float32 logits and the head's float32 gradient,
-    before and after the chunk, and a tied embedding's once more where it is added to other micro-batches'; one of them
-    is the gradient itself where that is float32. XLA has made room for the layers' gradients by then, though they are
-    still zero. "log-prob chunk" is what the second needs beyond the first.
+    The peak is in one of two moments. The layers' backward holds the saved activations, one layer's own and all
+    gradients. With bfloat16 gradients it also holds the head's float32 sum, and a rounded copy of float32 masters that
+    the forward reads. The log-probs' backward holds a chunk of float32 logits and the head's float32 gradient, before
+    and after the chunk. A tied embedding's is there once more where micro-batches are summed. One of these gradients is
+    the result itself, if gradients are float32. The layers' gradients, still zero, are allocated by then. "log-prob
+    chunk" is what this moment needs beyond the first.
 
-    Where the update is not in the gradient's program, for its several micro-batches or because the optimizer's state
-    rests on the host, it is a third: activations are gone, and what it works with (`update_scratch`) is here. "update
-    (estimate)" is what it needs beyond the other two.
+    An optimizer update in a program of its own is a third moment: after several micro-batches, or with an optimizer
+    state on the host. Activations are freed then, and the update's temporaries (`update_scratch`) are allocated.
+    "update (estimate)" is what this moment needs beyond the other two.
 
     Args:
       params, qweights, opt_state: abstract or not.
@@ -361,14 +365,14 @@ def update_parts(
 
 
 def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | None = None) -> dict[str, int]:
-    """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
+    """Counts the learner's peak bytes in an update by part, over the whole mesh or on one of its devices.
 
     Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. What is
-    frozen, and the reference policy of a KL term, are QTensors and values in the compute dtype. An optimizer state that
-    rests on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
+    frozen, and the reference policy of a KL term, are QTensors and values in the compute dtype. An optimizer state on
+    the host counts only while it is on the device ("update (estimate)"); all of it is in `optimizer_states`.
 
-    activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
-    keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
+    Activations are an estimate (`update_parts`), an upper bound where the tensor axis splits them. The embedded sampler
+    keeps a copy of the policy and a KV cache between updates; vLLM's memory is counted in `engine.py`.
     """
     trainable = cfg.trainable if trainable is None else trainable
     made, model = shapes(cfg, trainable), model_of(cfg)
@@ -392,10 +396,11 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         out["frozen weights"] = nbytes(made.frozen, mesh)
     if shared:
         out["activations (estimate)"] += _decoded(cfg)  # their number does not grow with the tokens
-        later = sum(
-            out[name] for name in ("gradients", "activations (estimate)", "log-prob chunk", "update (estimate)")
-        )
-        out["reading the base (estimate)"] = max(0, _reading(cfg, shared) - later)
+    if trainable.freeze:
+        there = ("masters", "QTensors", "frozen weights")
+        later = sum(size for name, size in out.items() if name not in there)
+        needed = reading(dataclasses.replace(model, remat="none"), trainable, mesh)
+        out["reading the base (estimate)"] = max(0, needed - later)
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
         kept = nbytes(trainable.learned(made.published), mesh)
         out |= {"QTensors published before": kept} if kept else {}
@@ -439,7 +444,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
 
 
 def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
-    """Whole abstract optimizer states by owner, and whether they rest on the host."""
+    """Returns, by owner, the unsharded shapes of the optimizer state, and whether it rests on the host."""
     out = {"optimizer": (shapes(cfg).opt_state, cfg.optimizer.offload is True)}
     if cfg.critic is not None:
         out["critic's optimizer"] = (abstract_critic(cfg)[3], cfg.critic.optimizer.offload is True)

@@ -9,9 +9,9 @@ A GPU holds, side by side: the learner at the fullest moment of an update (`lear
 weights are published from the GPU, and the engine (`engine.engine_parts`). Each of the two processes also has a CUDA
 context, which lies in no allocator.
 
-By default JAX takes memory as it needs it. Its pool then grows in steps that double, and gives nothing back, so a cast
-of one gigabyte can ask for all that is left under JAX's limit, which the engine holds. Therefore the learner's share is
-one region, taken at the start; the engine has the rest.
+By default JAX takes memory as it needs it. Its pool then grows in steps that double, and gives nothing back. So a cast
+of one gigabyte can ask for all that is left under JAX's limit, although the engine holds it. Therefore the learner's
+share is one region, taken at the start; the engine has the rest.
 
 Estimates are the engine's activations and graphs, and the contexts. Everything else is counted from shapes.
 """
@@ -47,7 +47,7 @@ FREE = 0.1  # of the learner's share: compiled programs and fragmentation
 def capacity() -> int | None:
     """Bytes of the first device that the learner will run on; None: a CPU.
 
-    A GPU is asked through CUDA: JAX fixes how it allocates when it is first asked for its devices.
+    A GPU is queried through CUDA, because JAX fixes its allocator when it first lists its devices.
     """
     if on_gpu():
         try:
@@ -60,7 +60,7 @@ def capacity() -> int | None:
 
 
 def spread(cfg: RunConfig) -> RunConfig:
-    """Replaces a mesh axis of -1 by the devices that are here. A run of one process counts GPUs through CUDA."""
+    """Replaces a mesh axis of -1 by the number of devices here. A run of one process counts GPUs through CUDA."""
     if -1 not in dataclasses.asdict(cfg.mesh).values():
         return cfg
     try:
@@ -71,14 +71,14 @@ def spread(cfg: RunConfig) -> RunConfig:
 
 
 def on_gpu() -> bool:
-    """Tells whether JAX will run on GPUs if there are any; JAX is not asked."""
+    """Tells whether JAX will run on GPUs if there are any, without initializing JAX."""
     if not on_platform("cuda", "gpu"):
         return False
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def on_tpu() -> bool:
-    """Tells whether JAX will run on a TPU; JAX is not asked."""
+    """Tells whether JAX will run on a TPU, without initializing JAX."""
     return on_platform("tpu") and bool(importlib.util.find_spec("libtpu"))
 
 
@@ -90,12 +90,12 @@ def on_platform(*names: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The bytes of one of the learner's devices, by holder.
+    """The memory plan of one of the learner's devices, in bytes.
 
     Attributes:
       size: bytes of the device.
       learner: parts of an update, `learner.parts`.
-      one_base: bytes of a base that learner and engine hold once, outside of JAX's pool.
+      one_base: bytes of a base of which learner and engine share one copy, outside of JAX's pool.
       staging: two published versions, one, the buffer of a chunked transfer, or nothing.
       engine: the parts of an engine on this device; empty: it is elsewhere, or embedded in the learner.
       reserved: bytes left to the engine: its parts, or `gpu_memory_utilization` of the GPU, where that is more
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def context(self) -> int:
-        """Bytes of JAX on the device, outside of its pool."""
+        """Bytes of JAX's CUDA context and of NCCL's buffers, outside of JAX's pool."""
         return 0 if on_tpu() else int(JAX_CONTEXT + (COLLECTIVES if self.devices > 1 else 0))
 
     @property
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def missing(self) -> int:
-        """Bytes by which it does not fit; 0: it fits."""
+        """Bytes by which the run exceeds the device; 0: it fits."""
         short = self.needed - self.available
         if self.engine:
             short = max(short, sum(self.engine.values()) - self.reserved)
@@ -152,11 +152,11 @@ class Plan:
 
     @property
     def fraction(self) -> float:
-        """Share of the device that JAX takes at once."""
+        """Share of the device's memory that JAX preallocates."""
         return math.floor(self.available / self.size * 1000 + 1e-3) / 1000  # of what was given in thousandths, all
 
     def keep(self) -> None:
-        """Sets JAX's allocator. Call before JAX is asked for its devices; the user's own settings stay."""
+        """Sets JAX's preallocation, unless the user has set it. Call before JAX first lists its devices."""
         if FRACTION not in os.environ and PREALLOCATE not in os.environ:
             os.environ[FRACTION], os.environ[PREALLOCATE] = f"{self.fraction:.3f}", "true"
 
@@ -175,7 +175,7 @@ class Plan:
         )
 
     def lines(self) -> list[str]:
-        """Words the plan as lines."""
+        """Returns the plan as lines of text."""
         rows = [(f"learner: {name}", size) for name, size in self.learner.items()]
         rows += [("learner: left free", self.needed - sum(self.learner.values())), ("JAX's context", self.context)]
         rows += [("base, of learner and engine", self.one_base), ("staging (published versions)", self.staging)]
@@ -243,7 +243,7 @@ def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
 
 
 def describe(cfg: RunConfig) -> str:
-    """Words a run's sizes as lines: parameters, bytes by part (whole mesh and per device), quantized weights."""
+    """Returns a run's sizes as text: parameters, bytes by part (whole mesh and per device), quantized weights."""
     whole, own = learner.parts(cfg), learner.parts(cfg, per_device=True)
     mesh = learner.planned_mesh(cfg)
     lines = [

@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2/Qwen2.5, Qwen3 and Qwen3-MoE in Flax NNX.
+"""Qwen2/Qwen2.5, Qwen3, Qwen3-MoE and Llama models in Flax NNX.
 
     model = load_hf("/models/Qwen3-1.7B", dtype="bfloat16", scheme="w4a16")
     logits = model(tokens)                                   # [B, T] -> float32 [B, T, V]
     graphdef, params, qweights = split(model)                # structure, masters, QTensors
     qweights = quantize_params(graphdef, params)             # after every update
 
-One file per family says how to read its config.json and how its tensors are called; `families.MODELS` lists them.
+One file per family reads its config.json and names its tensors; `families.MODELS` lists the families.
 """
 
 from qarl_jax.models.config import REMAT, Lora, ModelConfig, read_config

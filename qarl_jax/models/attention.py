@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped-query attention, causal within segments, in one function for training, prefill and decoding.
 
-The orders of sums are in `numerics/attention.py`. GPUs and TPUs have kernels of their own
-(`kernels/attention_vendor.py`); what is here runs everywhere, a block of queries at a time, and is what mirrors an
-engine.
+The implementation "xla" runs on every backend, a block of queries at a time, and can mirror an engine's order of sums
+(`numerics/attention.py`). Fused kernels for GPUs and TPUs are in `kernels/attention_vendor.py`.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _MAX_CHUNKS = 16
 
 
 def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool, numerics: Numerics = PLAIN) -> str:
-    """The static choice among "xla", "cudnn", "splash" and "flash3"; "auto": the backend's fused kernel if it has one,
-    and the one in the engine's order where an engine is mirrored and there is one.
+    """Chooses an implementation at trace time: "xla", "cudnn", "splash" or "flash3".
 
     Args:
-      attention: what the config says. "flash3" where it cannot be had is "xla", with a warning that says why.
+      attention: the config's value. "auto": flash3 where `numerics` sums in blocks and the GPU has it, else the
+        backend's fused kernel, else xla. "flash3" becomes "xla", with a warning, where the GPU lacks it.
       dtype, head_dim, length: of the queries.
       packed: rows hold several segments.
-      numerics: whose roundings to make.
+      numerics: the arithmetic of the mirrored engine.
     """
     if attention == "flash3" and (lacks := flash3_lacks(dtype, head_dim)) is not None:
         warnings.warn(f"attention=flash3 needs {lacks}: attention=xla runs instead, in the same blocks", stacklevel=2)
@@ -79,16 +78,16 @@ def attention(
     implementation: str = "xla",
     numerics: Numerics = PLAIN,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of each query over the keys it may see; kv heads are shared by N/K query heads, never repeated.
+    """Computes softmax attention of each query over the keys it may see; N/K query heads share a kv head.
 
     Args:
       q: queries, after RoPE. k, v: keys and values; S = T unless `q_slots` is given.
       q_slots: slot of each query among the S keys (decoding with a cache): key s is seen iff s <= slot. None: slot t.
       segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment is
         seen. Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
-      packed_runs: `attention_vendor.runs` of the segment ids, for cudnn; None: made here, as many as positions.
+      packed_runs: `attention_vendor.runs` of the segment ids, for cudnn; None: computed here, T runs.
       implementation: "auto", "xla", "cudnn", "splash" or "flash3" (see `choose`); with q_slots always xla.
-      numerics: whose roundings to make (xla; with "auto" also what is chosen).
+      numerics: the arithmetic of the mirrored engine; xla follows it, and "auto" chooses by it.
 
     Returns:
       [B, T, N, H] in q's dtype.
@@ -163,8 +162,8 @@ def _block_starts(size: int, segment_ids: jax.Array | None, block: int) -> Int[A
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, blocks: jax.Array | None = None, *, numerics: Numerics
 ) -> jax.Array:
-    """q [B, T, K, G, H], k, v [B, S, K, H], seen bool [B or 1, T, S], blocks as of `_block_starts` [B or 1, S], where
-    the kernel works in blocks -> [B, T, K, G, H]."""
+    """Computes attention [B, T, K, G, H] of q [B, T, K, G, H], k and v [B, S, K, H]; seen: bool [B or 1, T, S].
+    blocks: from `_block_starts` [B or 1, S] where the kernel works in blocks."""
     dtype = q.dtype
     if blocks is not None and dtype == jnp.bfloat16:
         return round_to(block_attention(q, k, v, seen, blocks), dtype)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a model as one frozen, hashable record, static under jit: all that its structure depends on."""
+"""`ModelConfig`, a frozen, hashable record of all that a model's structure depends on; it is static under jit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A run of consecutive layers of one signature, stacked and scanned. Layers [start, start + length)."""
+    """Consecutive layers [start, start + length) of equal structure and schemes, stacked and run by one `lax.scan`."""
 
     start: int
     length: int
@@ -44,8 +44,8 @@ class Lora:
     Attributes:
       rank: r; A is [r, K], B is [N, r].
       scale: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
-      targets: the linear maps by the last part of their Hugging Face names ("q_proj"), of all layers; empty: all that
-        may have adapters.
+      targets: names of linear maps in all layers, the last part of their Hugging Face names ("q_proj"); empty: every
+        linear map that may have an adapter.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Qwen and Llama families.
+    """The configuration of a decoder-only transformer of the Qwen and Llama families.
 
     Attributes:
       architecture: Hugging Face architecture, a key of `MODELS`.
@@ -68,16 +68,16 @@ class ModelConfig:
       hf_config: config.json as read (JSON text), the source of everything not named here when a model is written back.
       compute_dtype: dtype of activations. param_dtype: dtype of the masters.
       quant: which weight has which scheme, by Hugging Face module name ("model.layers.3.mlp.up_proj"). No rule: bf16.
-      splits: layers at which a new stack begins even if the signature does not change, so that the same parameters
-        also fit a scheme that tells these layers apart.
-      numerics: whose roundings the forward mirrors (`numerics.engine.Numerics`).
+      splits: layers at which a new stack begins even if the signature does not change, so that the parameters also fit
+        a scheme that treats these layers differently.
+      numerics: the engine's arithmetic that the forward mirrors (`numerics.engine.Numerics`).
       attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), "flash3" (bf16 on Hopper, in vLLM's order),
-        or "auto": the fused kernel where it can.
+        or "auto" (`attention.choose`).
       lora: adapters beside linear maps; None: none.
-      splitting: of outlier channels in all linear maps (`quant/splitting.py`); None: none.
-      remat: what the backward finds of each layer: "full" its inputs alone, everything is recomputed; "attention" the
-        output of softmax attention, too; "mixer" all of the attention half, so that only the MLP is recomputed; "dots"
-        all that linear layers and attention put out; "none" everything.
+      splitting: splitting of outlier channels in all linear maps (`quant/splitting.py`); None: none.
+      remat: activations of a layer that are saved for the backward: "full" its inputs, everything is recomputed;
+        "attention" also the output of softmax attention; "mixer" the whole attention half, so that only the MLP is
+        recomputed; "dots" the outputs of linear layers and attention; "none" all: nothing is recomputed.
     """
 
     architecture: str
@@ -150,12 +150,12 @@ class ModelConfig:
 
     @property
     def linear_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of a layer's linear maps at Hugging Face: the attention's ("q_proj"), and the MLP's or experts'."""
+        """Hugging Face names of a layer's linear maps: the attention's ("q_proj", ...), and the MLP's or experts'."""
         of = lambda room, parts: tuple(self._module_name(f"{room}.{x}.kernel", 0).rpartition(".")[2] for x in parts)  # noqa: E731
         return of("attn", "qkvo"), of("mlp", ("gate", "up", "down"))
 
     def has_adapter(self, path: str) -> bool:
-        """Tells whether the stacked kernel at `path` has one: a target of `lora`, and no expert."""
+        """Tells whether the stacked kernel at `path` has an adapter: `lora` targets it, and it is no expert's."""
         own = path.split(".", 2)[2]
         attention, others = self.linear_names
         if self.lora is None or own.startswith("moe."):
@@ -165,12 +165,12 @@ class ModelConfig:
 
     @property
     def base(self) -> ModelConfig:
-        """The same model without adapters."""
+        """This config without adapters."""
         return self if self.lora is None else dataclasses.replace(self, lora=None)
 
     @functools.cached_property
     def released(self) -> Rules:
-        """The schemes that the folder's own weights have, by module name; no rule: it is not quantized."""
+        """The schemes under which the folder's weights are stored, by module name; empty if they are not quantized."""
         return rules_of(json.loads(self.hf_config).get("quantization_config"))
 
     def scheme_of(self, path: str) -> Scheme | None:
@@ -182,7 +182,7 @@ class ModelConfig:
         return on_engine(self.quant.scheme_for(self._module_name(own, layer)), self.numerics)
 
     def describe(self, path: str) -> str:
-        """The stacked kernel at `path` in Hugging Face words: "model.layers.{0..27}.self_attn.q_proj.weight"."""
+        """Returns the Hugging Face name of the stacked kernel at `path`: "model.layers.{0..27}.mlp.up_proj.weight"."""
         stack = self.stacks[int(path.split(".")[1])]
         layers = f"{{{stack.start}..{stack.start + stack.length - 1}}}"
         return hf_template(path.split(".", 2)[2], self.architecture).format(layer=layers, expert="*")
@@ -201,10 +201,10 @@ class ModelConfig:
 
     @functools.cached_property
     def norm_order(self) -> NormOrder:
-        """The order in which RMSNorm sums (`Numerics.norm_order`), not the compiler's where activations are quantized.
+        """The order in which RMSNorm adds: the engine's, or torch's where it has none and activations are quantized.
 
-        An ulp of the norm moves an activation's code here and there. Where no engine gives an order, torch's does: then
-        the sampler, the pass that scores and the one with the gradient, three programs, quantize the same numbers.
+        One ulp in a norm changes some codes of quantized activations. With one order of sums the sampler, the scoring
+        pass and the gradient pass, which are three programs, quantize equal numbers.
         """
         order = self.numerics.norm_order
         quantized = any(quantizes_activations(scheme) for _, scheme in self.quant.rules)
@@ -223,7 +223,7 @@ class ModelConfig:
 
 
 def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any) -> ModelConfig:
-    """config.json -> ModelConfig.
+    """Reads config.json into a ModelConfig.
 
     Args:
       source: a model folder, or the contents of config.json.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Update-aware quantization (QuRL, arXiv 2602.13953, sec. 4.3): invariant scaling, and how far an update reaches.
+"""Update-aware quantization (UAQ; QuRL, arXiv 2602.13953, sec. 4.3): invariant scaling, and the size of updates.
 
 At lr 1e-6 an update moves a weight by far less than a quantization step, so a quantized sampler may not notice it. UAQ
 scales once, before training: for every norm that feeds linear maps directly,
@@ -9,18 +9,18 @@ scales once, before training: for every norm that feeds linear maps directly,
 
     attention norm -> q, k, v          MLP norm -> gate, up, and in an MoE model the router, which reads it too
 
-The function stays the same (logits equal to float32 rounding), the matrices shrink by s, and an optimizer whose step
-does not scale with the gradient (Adam, Muon) then moves them s times as far relative to their size. The s^2 of the
-paper's eq. 12 holds for SGD alone. Quantizers that scale by the absolute maximum give the same codes for W / s as for
-W, so what the sampler does at step 0 does not change either. o and down have no norm in front and stay as they are.
+The model's function does not change (logits are equal up to float32 rounding), and the matrices shrink by s. Steps of
+Adam and Muon do not scale with the gradient, so they move the matrices s times as far relative to their size. The s^2
+of the paper's eq. 12 holds for SGD alone. Quantizers that scale by the absolute maximum give equal codes for W / s and
+W, so the sampler at step 0 does not change either. o and down follow no norm and are not scaled.
 
-A scaled model is an ordinary one: it can be exported as it is. `invariant_scaling(params, 1 / s)` undoes it.
+A scaled model can be exported like any other. `invariant_scaling(params, 1 / s)` undoes the scaling.
 
     params = invariant_scaling(params, 1.5)
     relative_norm(squares(updates), squares(params))      # eq. 13: ||dW||^2 / ||W||^2
     quantization_error(params, qweights)                  # eq. 14: ||Q(W) - W||^2 / ||W||^2
 
-Training makes a difference to the sampler where the first is not small against the second.
+The sampler notices an update if `relative_norm` is not small against `quantization_error`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def factor(path: str, scale: float) -> float:
 
 
 def invariant_scaling(params: nnx.State, scale: float) -> nnx.State:
-    """The masters with gains times `scale` and the kernels they feed divided by it; placement and dtype stay.
+    """Multiplies norm gains by `scale` and divides the kernels that they feed by it; placement and dtype stay.
 
     Args:
       params: `models.split`'s params.
@@ -92,7 +92,7 @@ def _over(x: jax.Array, scale: Any) -> jax.Array:
 
 
 def kernels(params: nnx.State, qweights: nnx.State) -> list[tuple[jax.Array, QTensor]]:
-    """The masters that have a QTensor, with it, in model order."""
+    """Lists (master, QTensor) for every weight that has a QTensor, in model order."""
     masters = dict(nnx.to_flat_state(params))
     return [(masters[(*keys[:-1], "kernel")].get_value(), q.get_value()) for keys, q in nnx.to_flat_state(qweights)]
 
@@ -110,9 +110,9 @@ def _square(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, ""]:
-    """||Q(W) - W||^2 / ||W||^2 over all weights that have a QTensor (QuRL, eq. 14); 0 where none has. Float32.
+    """Computes ||Q(W) - W||^2 / ||W||^2 over all weights that have a QTensor (QuRL, eq. 14), float32; 0 without any.
 
-    One layer of a stack is dequantized at a time.
+    It dequantizes one layer of a stack at a time.
     """
 
     def one(pair: tuple[jax.Array, QTensor]) -> tuple[jax.Array, jax.Array]:
@@ -124,11 +124,11 @@ def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, "
 
 
 def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
-    """||dW||^2 / ||W||^2 over the layers' kernels, or their adapters' (QuRL, eq. 13). Traceable.
+    """Computes ||dW||^2 / ||W||^2 over the layers' kernels or adapters (QuRL, eq. 13). It can be traced by jit.
 
     Args:
-      updates, params: trees like the parameters, of each one's sum of squares (`optim.leafwise.squares`): of what an
-        optimizer adds to it, and of itself.
+      updates, params: trees with the structure of the parameters, whose leaves are sums of squares
+        (`optim.leafwise.squares`) of the optimizer's updates and of the parameters.
     """
     pairs = zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True)
     return _ratio([(dw, w) for (path, dw), w in pairs if _KERNEL.search(path_name(path))])

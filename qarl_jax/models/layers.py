@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small parts of a layer: linear maps, RMSNorm, SwiGLU's activation, rotary embedding.
 
-Elementwise math runs in float32 and is rounded where a tensor is stored in the compute dtype. Where an engine rounds in
-between, its `Numerics` profile says so and the same rounding is made here, by an operation that XLA keeps (`round_to`).
+Elementwise math runs in float32 and is rounded where a tensor is stored in the compute dtype. An engine's further
+roundings are fields of its `Numerics` profile; they are made here by `round_to`, an operation that XLA cannot remove.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
 
 
 class Quantized(nnx.Variable):
-    """Holds the QTensor a forward consumes in place of a master. Never differentiated, replaced after every update."""
+    """Holds the QTensor that the forward reads instead of a master. It has no gradient; every update replaces it."""
 
 
 class LowBitBackward(nnx.Variable):
-    """Holds the `quant.Backward` of a layer's gradient; only a model that a gradient is taken of has them."""
+    """Holds the `quant.Backward` of a linear map; only models that are differentiated have such variables."""
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
-    """Fresh weights: normal with the config's `initializer_range`, in the master dtype."""
+    """Draws fresh weights: normal with the config's `initializer_range`, in the master dtype."""
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range).astype(config.param_dtype)
 
 
 def fresh_a(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A of fresh adapters [*stack, r, K]: uniform in +-1 / sqrt(K)."""
+    """Draws the matrix A of fresh adapters, [*stack, r, K]: uniform in +-1 / sqrt(K)."""
     bound = 1 / math.sqrt(shape[-1])
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
 def folded(b: Float[Array, "*stack N r"], scale: float, dtype: Any) -> Float[Array, "*stack N r"]:
-    """B' of an adapter: B and its scale in one, rounded to `dtype` before and after, as vLLM folds them."""
+    """Multiplies an adapter's B by its scale, as vLLM does when it loads one: rounded to `dtype` before and after."""
     held = round_to(b, dtype)
     return held if scale == 1 else round_to(held.astype(jnp.float32) * jnp.float32(scale), dtype)
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b over the last dim, through the one quantization seam.
+    """A linear map y = x W^T + b over the last dim, quantized or not (`quant.dot`).
 
-    kernel: [*stack, N, K]; bias: [*stack, N]. `quantized`, where present, is what the forward reads. `stack` dims
-    (layers) are scanned away before a call; one with an `expert` dim left is called by `of_experts`. An adapter is
-    lora_a [*stack, r, K] and lora_b [*stack, N, r]. index: int32 [*stack, 1, M], inputs that are duplicated, in a model
-    whose channels are split; K then counts them.
+    kernel: [*stack, N, K]; bias: [*stack, N]. The forward reads `quantized` instead of `kernel` where it is present.
+    `lax.scan` removes the `stack` dims (layers) before a call; with an `expert` dim left, call `of_experts`. An adapter
+    is lora_a [*stack, r, K] and lora_b [*stack, N, r]. index: int32 [*stack, 1, M], the inputs that a model with split
+    channels (`quant/splitting.py`) duplicates; K includes them.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Linear(nnx.Module):
         fused_features: int | None = None,
         spread_inputs: bool = False,
     ):
-        """Args: axis: logical axis of N. stack: logical axis -> size of the leading dims. fused_features: N of the
-        weight the engine fuses this one into; None: it stays by itself. spread_inputs: see `Numerics.of_layer`."""
+        """Draws weights. axis: logical axis of N. stack: logical axis -> size of the leading dims. fused_features: N of
+        the engine's fused weight that contains this one; None: it is alone. spread_inputs: see `Numerics.of_layer`."""
         lead, axes = tuple(stack.values()), tuple(stack)
         places = 0 if config.splitting is None else config.splitting.places(in_features)
         in_features += places
@@ -105,7 +105,7 @@ class Linear(nnx.Module):
         self.lora_scale = lora.scale
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        """y in x.dtype."""
+        """Computes y in x.dtype."""
         if self.index is not None:
             x = splitting.duplicated(x, self.index.get_value()[0])
         master, weight = self.held(x.dtype)
@@ -130,8 +130,8 @@ class Linear(nnx.Module):
         return round_to(y.astype(jnp.float32) + d.astype(jnp.float32), x.dtype)
 
     def held(self, dtype: Any) -> tuple[jax.Array, Any]:
-        """The master, and what a product reads in its place: codes and scales, or the master already rounded to
-        `dtype`, so that an all-gather of it moves a byte or two and not the master."""
+        """Returns the master, and the product's operand: codes and scales, or the master rounded to `dtype`. An
+        all-gather of the operand moves one or two bytes per weight and not the master's four."""
         master = self.kernel.get_value()
         if self.quantized is not None:
             return master, self.quantized.get_value()
@@ -147,8 +147,8 @@ class Linear(nnx.Module):
 
         Args:
           rows: sorted by expert.
-          held: the experts' weights as `held` returns them, or one device's shard of these.
-          group_sizes: rows of each of these experts; rows behind them all give zeros.
+          held: the experts' weights as `held` returns them, or one device's shard of them.
+          group_sizes: number of rows of each expert in `held`; rows after the last group give zeros.
         """
         master, weight = held
         y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics)
@@ -156,13 +156,13 @@ class Linear(nnx.Module):
 
 
 def inverse_rms(x: Float[Array, "*B D"], eps: float, *, order: NormOrder = "any") -> Float[Array, "*B 1"]:
-    """1 / sqrt(mean(x^2) + eps), float32.
+    """Computes 1 / sqrt(mean(x^2) + eps) in float32.
 
-    order: that of the sum. An ulp of it moves one element of a norm in some 10^5 across a rounding boundary, and under
-    w8a8 one moved element moves int8 codes downstream.
-      "float64": all of it in float64, rounded once, so that the order cannot be seen.
-      "torch": to the last bit what torch computes on x86 (x.pow(2).mean(-1), then rsqrt), for D a multiple of 32.
-      Other D: any order.
+    order: the order of the sum. One ulp of the sum moves one element of a norm in some 10^5 across a rounding boundary;
+    under w8a8 this changes int8 codes of later layers.
+      "float64": computed in float64 and rounded once, so that the order does not matter.
+      "torch": the bits of torch on x86 (x.pow(2).mean(-1), then rsqrt), if D is a multiple of 32; else as "any".
+      "any": the compiler's order.
     """
     return _inverse_rms(x, eps, "any" if order == "torch" and x.shape[-1] % 32 else order)
 
@@ -195,9 +195,9 @@ def _inverse_rms_jvp(
 
 
 def _sum_torch(x: jax.Array) -> jax.Array:
-    """[*B, D] -> [*B, 1], added in the order of torch's cascade sum with 8-float vectors, for D < 8192 (above it, one
-    more level is summed in sequence): four interleaved accumulators, a fresh set every 16 additions; the sets are
-    added, then the four, then the eight lanes."""
+    """Sums [*B, D] to [*B, 1] in the order of torch's cascade sum with 8-float vectors, for D < 8192 (above it, one
+    more level is summed in sequence). It has four interleaved accumulators, a fresh set every 16 additions. The sets
+    are added, then the four, then the eight lanes."""
     *lead, width = x.shape
     rows = width // 32
     blocks = rows // 16
@@ -229,14 +229,15 @@ class RMSNorm(nnx.Module):
         self.dtype = config.compute_dtype
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """x (compute dtype, or float32 when not yet rounded) -> compute dtype."""
+        """Normalizes x (compute dtype, or float32 when not yet rounded); returns the compute dtype."""
         x = x.astype(jnp.float32)
         weight = round_to(self.weight.get_value(), self.dtype).astype(jnp.float32)
         y = x * inverse_rms(x, self.eps, order=self.order)
         return round_to(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
 
     def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(norm(residual + delta), residual + delta). The sum is stored rounded; numerics: whether read so."""
+        """Returns (norm(residual + delta), residual + delta), the sum rounded to the compute dtype. The norm reads the
+        rounded sum if `Numerics.round_sum_before_norm` is set, else the exact one."""
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
         stored = round_to(total, self.dtype)
         return self(stored if self.numerics.round_sum_before_norm else total), stored
@@ -244,8 +245,8 @@ class RMSNorm(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-    """Rows of `table` in `dtype`. Their gradients are summed in float32, whatever the table's dtype: in bfloat16 a
-    frequent token's sum would stop growing."""
+    """Looks up the rows of `table` for tokens, in `dtype`. Gradients of a row are summed in float32, because in
+    bfloat16 a frequent token's sum would stop growing."""
     return round_to(jnp.take(table, tokens, axis=0, mode="clip"), dtype)
 
 
@@ -263,8 +264,8 @@ lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = PLAIN) -> jax.Array:
-    """silu(gate) * up, in float32 or float64, rounded to the input dtype. numerics: whether silu(gate) is rounded, too,
-    and is one IEEE division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
+    """Computes silu(gate) * up in float32 or float64, rounded to the input dtype. `numerics` decides whether silu(gate)
+    is also rounded, and whether it is an IEEE division or the compiler's product with a reciprocal (an ulp off)."""
     if numerics.float64:
         return round_to(_float64_swiglu(gate, up), gate.dtype)
     rounded, divided = numerics.round_silu, numerics.divided_silu
@@ -298,7 +299,8 @@ def _rope_exponents(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
 
 
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
-    """theta^(-2i/H), in float32 as transformers and vLLM compute it: at position 4096 one ulp of it is 2e-4 rad."""
+    """Computes RoPE's frequencies theta^(-2i/H) in float32, as transformers and vLLM do on a CPU. At position 4096
+    one ulp of a frequency is 2e-4 rad."""
     exponent = _rope_exponents(config)
     # The power in float64, rounded once: numpy's own float32 power is another on CPUs with AVX-512.
     power = np.power(np.float64(config.rope_theta), exponent.astype(np.float64)).astype(np.float32)
@@ -306,10 +308,11 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
 
 
 def stretch_frequencies(frequency: Any, scaling: RopeScaling | None, xp: Any) -> Any:
-    """Llama 3.1's frequencies out of plain ones (arXiv 2407.21783; transformers' `_compute_llama3_parameters`).
+    """Stretches RoPE frequencies as Llama 3.1 does (arXiv 2407.21783; transformers' `_compute_llama3_parameters`).
 
-    Wavelengths that are long beside the original context are multiplied by `factor`, short ones left alone, and those
-    between are mixed. Args: frequency: [H/2] float32. scaling: None changes nothing. xp: numpy or jax.numpy.
+    Wavelengths that are long against the original context are multiplied by `factor`; short wavelengths are kept;
+    between the two it interpolates. Args: frequency: [H/2] float32. scaling: None changes nothing. xp: numpy or
+    jax.numpy.
     """
     if scaling is None:
         return frequency
@@ -331,9 +334,9 @@ def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
 
 
 def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position * theta^(-2i/H), each [B, T, 1, H/2] float32 (arXiv 2104.09864).
+    """Computes cos and sin of position * theta^(-2i/H), each [B, T, 1, H/2] float32 (arXiv 2104.09864).
 
-    vLLM's CUDA kernels keep the table in the model dtype: under `cuda` it is rounded to the compute dtype.
+    Under the profile `cuda` the table is rounded to the compute dtype, because vLLM's CUDA kernels keep it in that.
     """
     if config.numerics.float64:
         frequency = jnp.asarray(rope_frequencies(config))[None, None, None]
@@ -352,7 +355,7 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
 def apply_rope(
     x: Float[Array, "B T N H"], table: tuple[jax.Array, jax.Array], numerics: Numerics = PLAIN
 ) -> Float[Array, "B T N H"]:
-    """Rotates pairs (x[i], x[i + H/2]), in float32 (or float64: `numerics`), one rounding."""
+    """Rotates pairs (x[i], x[i + H/2]) in float32 or float64 (`numerics`) and rounds once to x.dtype: RoPE."""
     rotate = in_float64(_rotated) if numerics.float64 else _rotated
     return round_to(rotate(x.astype(jnp.float32), *table), x.dtype)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states -> log-probability of every token and entropy of every position, without ever holding [tokens, vocab].
+"""Log-probs of tokens and entropies of positions from hidden states, without an array of shape [tokens, vocab].
 
 The head, the log-softmax and the gather are one operation here, run over chunks of time with its own VJP:
 
@@ -13,16 +13,16 @@ The backward recomputes z chunk by chunk from the saved hidden states and logsum
     dz = (onehot(token) - p) dlogprob - p (log p + entropy) dentropy
     dh = dz W / temperature                      dW = sum over chunks of dz^T h / temperature   (float32 accumulator)
 
-so that the largest buffer of either pass is [B, chunk / B, V]. Time is what is cut, never the batch: rows stay on the
+so that the largest buffer of either pass is [B, chunk / B, V]. Chunks cut time and not the batch: rows stay on the
 devices that hold them. The chosen logit is read by comparing an iota with the token instead of by a gather, because a
 gather along a vocabulary sharded over devices makes the partitioner collect the whole of z first; compare, select and
 reduce stay local and end in an all-reduce of [B, chunk / B] numbers.
 
-This is the one file that shifts: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1, and a critic's
-value of token t comes from there too (`preceding`).
+Only this file shifts by one token: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1, and a
+critic's value of token t comes from t - 1 too (`preceding`).
 
-What is left out: logit soft-capping and bias (no supported family has them), and skipping prompt positions (packing
-decides what is in a row).
+Left out: logit soft-capping and bias (no supported family has them), and skipping prompt positions (packing decides
+what is in a row).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEFAULT_CHUNK = 1024
 
 
 def scored_mask(segment_ids: Int[Array, "B T"]) -> jax.Array:
-    """[B, T] bool: positions with a log-probability, i.e. every token of a segment except its first; never padding.
+    """Marks the tokens that get a log-prob, bool [B, T]: every token of a segment except its first; never padding.
 
     Example: segment_ids [1, 1, 2, 2, 0] -> [False, True, False, True, False].
     """
@@ -53,7 +53,7 @@ def scored_mask(segment_ids: Int[Array, "B T"]) -> jax.Array:
 
 
 def preceding(x: Shaped[Array, "B T *rest"], segment_ids: Int[Array, "B T"]) -> Shaped[Array, "B T *rest"]:
-    """[B, T, ...]: per token what `x` holds one position before it, where it was decided; 0 where nothing is scored.
+    """Shifts `x` [B, T, ...] by one position: a token gets the entry of the position that predicted it, or 0.
 
     Example: x [[a, b, c, d]], segment_ids [[1, 1, 1, 0]] -> [[0, a, b, 0]].
     """
@@ -73,7 +73,7 @@ def token_logprobs(
     numerics: Any = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of every token and entropy of the distribution it was drawn from.
+    """Computes the log-prob of every token, and the entropy of the distribution from which it was drawn.
 
     Args:
       hidden: [B, T, D] final hidden states (after the last norm), compute dtype.
@@ -82,13 +82,13 @@ def token_logprobs(
       segment_ids: [B, T] int32, 1.. per row, 0 = padding (rows may be packed).
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
-      numerics: a `Numerics`; where its `float64` is set, logits are made in float64 and rounded to float32, and where
-        its `float64_log_softmax` is, log-probs are. The gradient passes straight through. None: neither. Hashable.
-      entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
+      numerics: a `Numerics`, or None. With `float64`, logits are computed in float64 and rounded to float32; with
+        `float64_log_softmax`, log-probs are. The gradient ignores these roundings.
+      entropy_gradient: let gradients flow through the entropy (for an entropy bonus); by default they do not.
 
     Returns:
       (logprobs, entropy), both [B, T] float32; 0 on padding and on the first token of each segment. Gradients reach
-      `hidden` and `head`; both are exactly 0 for positions that score nothing.
+      `hidden` and `head`; positions that score no token contribute exactly 0.
 
     Raises:
       UserError: temperature or chunk is not positive.
@@ -131,9 +131,9 @@ def token_logprobs(
 def logits_of(
     hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], *, numerics: Any = None
 ) -> Float[Array, "*rows V"]:
-    """float32 logits of hidden states; operands in their own dtype, float32 accumulation, `numerics` as above.
+    """Computes float32 logits of hidden states, accumulated in float32, or in float64 where `numerics.float64` is set.
 
-    The one product with the head: the sampler and the learner both call it.
+    Sampler and learner both call this function, so that their logits agree.
     """
     if _wide(numerics):
         return from_float64(functools.partial(jnp.einsum, "...d,vd->...v"), hidden, head)
@@ -170,7 +170,7 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
 
 
 def tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
-    """logits / temperature; in float64 arithmetic one IEEE division by the float32 temperature, as the engine's."""
+    """Divides logits by the temperature; with `float64_log_softmax` in float64, as the engine does."""
     if temperature == 1 or not _wide_softmax(numerics):
         return logits / temperature
     return from_float64(lambda z: z / float(np.float32(temperature)), logits)
@@ -188,9 +188,9 @@ def _log1p(x: jax.Array) -> jax.Array:
 def statistics(
     z: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], *, numerics: Any = None
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Log-probs of `tokens`, entropies and logsumexps of float32 logits that are divided by the temperature already.
+    """Computes log-probs of `tokens`, entropies and logsumexps from float32 logits z, already divided by temperature.
 
-    The one softmax: the sampler and the learner both call it.
+    Sampler and learner both call this function, so that their log-probs agree.
     """
 
     def formula(z: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

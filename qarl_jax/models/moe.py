@@ -3,16 +3,15 @@
 """The MoE (mixture-of-experts) layer: token-choice top-k routing, dropless, with shapes independent of the routing.
 
 Every token is copied to its k experts, the [M * k] copies are sorted by expert, and each expert multiplies its
-contiguous run of rows (`quant.expert_dot`, a ragged product). Nothing is dropped and no capacity is chosen. Padding
-tokens are routed like any other: they cost their rows and touch nobody else's.
+contiguous run of rows (`quant.expert_dot`, a ragged product). No copy is dropped: there is no capacity limit. Padding
+tokens are routed too; they do not change other tokens' outputs.
 
-On a mesh all of that happens on each device by itself (`jax.shard_map`): a device routes and sorts the tokens of its
-own batch rows, of which the devices along `expert` have the same, and multiplies the copies that go to the experts it
-holds; the others lie behind all groups, where a product gives zeros. Weights come in as they lie in use, gathered over
-`fsdp` as codes. As in dense layers no contraction is split: along `tensor` the inner activations are gathered before
-`down`. The outputs of the copies are brought together along `expert` before they are weighted, one device's and zeros,
-so that the sum over the k experts of a token has one order on every mesh. A device makes room for all copies of its
-tokens, since all of them may go to its experts.
+On a mesh each device works by itself (`jax.shard_map`). It routes and sorts the tokens of its batch rows (devices along
+`expert` have the same rows) and multiplies the copies for the experts that it holds. Other copies are sorted behind all
+groups, where a product gives zeros. Weights are gathered over `fsdp` as codes before. As in dense layers no contraction
+is split: along `tensor` the inner activations are gathered before `down`. Then the copies' outputs are summed along
+`expert`, where one device has a value and all others zeros, and only then weighted. So the sum over a token's k experts
+has one order on every mesh. A device allocates room for all copies of its tokens, because all may go to its experts.
 
 A shard of a tensor-parallel engine has some inner features of every expert. It quantizes these by itself, and rounds
 its own weighted sum over a token's experts. The layer returns the sum over all shards (`Numerics.shards`).
@@ -39,7 +38,7 @@ from qarl_jax.runtime.mesh import constrain, spec_in_use
 
 
 class Router(nnx.Module):
-    """Probabilities of the experts: softmax(x W^T) in float32, never quantized. kernel: [*stack, E, D]."""
+    """The router: chooses experts by softmax(x W^T) in float32; it is never quantized. kernel: [*stack, E, D]."""
 
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
         assert config.moe is not None
@@ -52,13 +51,13 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "M D"], replayed: Int[Array, "M k"] | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """[M, D] -> chosen experts [M, k] int32 and their weights [M, k] float32.
+        """Chooses k experts for each row of x [M, D]: their numbers [M, k] int32, and their weights [M, k] float32.
 
-        `replayed` are the experts a sampler chose (-1: not known, the choice is made here): they are taken as they are,
-        and only their weights are computed (and differentiated).
+        `replayed`: experts that the sampler chose (-1: unknown, chosen here). They are used as given, and only their
+        weights are computed and differentiated.
 
-        The weight enters as the engine holds it (in the compute dtype), the product is exact to float32: a flipped
-        choice is the largest mismatch a sampler and a learner can have.
+        The kernel is rounded to the compute dtype, as in the engine. The product is exact to float32, because another
+        choice of experts is the largest possible mismatch between sampler and learner.
         """
         weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
         exactly = in_float64 if self.numerics.float64_experts else lambda formula: formula
@@ -86,7 +85,7 @@ def _weighted_sum(outputs: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 class MoE(nnx.Module):
-    """Router and experts. Kernels are [*stack, E, N, K]."""
+    """A MoE layer: a router, and E experts with SwiGLU. The experts' kernels are [*stack, E, N, K]."""
 
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
         assert config.moe is not None
@@ -100,7 +99,7 @@ class MoE(nnx.Module):
         self.numerics = config.numerics
 
     def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
-        """The experts' weighted sum; `routed`: experts to send each token to (see `Router`)."""
+        """Computes the weighted sum of experts' outputs; `routed`: experts to replay (`Router`), or None."""
         structure, router = nnx.split(self.router)
         held = tuple(linear.held(x.dtype) for linear in (self.gate, self.up, self.down))
         cut = _Cut.of(x.shape, self.gate.kernel.get_value().shape)
@@ -184,7 +183,7 @@ class _Cut:
 
     @classmethod
     def of(cls, x: tuple[int, ...], gate: tuple[int, ...]) -> _Cut:
-        """Args: the shapes of the layer's input [B, T, D] and of the gate's kernel [E, F, D]."""
+        """Makes the cuts from the shapes of the layer's input [B, T, D] and of the gate's kernel [E, F, D]."""
         E, F, D = gate
         rows, outer = spec_in_use(x, "batch", None, None), spec_in_use((E, D, F), "expert", "tensor", None)
         names: tuple[str, ...] = ("tensor",) if outer[1] else ()

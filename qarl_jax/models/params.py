@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model as pytrees: masters and QTensors apart, structure aside.
+"""Functions that split a model into pytrees of masters and QTensors, and that make, merge and quantize these.
 
-`split` at the border, pytrees inside: `params` is what an optimizer updates, `qweights` what the forward reads in its
-place, and `quantize_params` the one function that makes the second from the first.
+An optimizer updates `params`, the masters; the forward reads `qweights`, the QTensors; `quantize_params` makes
+`qweights` from `params`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from qarl_jax.types import UserError
 
 
 def split(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """model -> (graphdef, params, qweights): structure (hashable, static), masters, QTensors (empty under bf16)."""
+    """Splits a model into graphdef (structure; hashable, static), params (masters) and qweights (empty under bf16)."""
     graphdef, *states = nnx.split(model, nnx.Param, Quantized)
     return graphdef, states[0], states[1]
 
 
 def merge(graphdef: nnx.GraphDef, params: nnx.State, qweights: nnx.State) -> Transformer:
-    """The inverse of `split`. `qweights` must be those of the graphdef's scheme (`quantize_params`).
+    """Makes a model of `split`'s parts. `qweights` must have the graphdef's scheme (`quantize_params`).
 
-    A master that has a QTensor may be missing, since no forward reads it. Zeros stand in for it; in a program they are
-    compiled away.
+    `params` may lack masters that have a QTensor, because no forward reads them. Zeros take their place; jit removes
+    these zeros.
     """
     there = {keys for keys, _ in nnx.to_flat_state(params)}
     dtype = config_of(graphdef).compute_dtype
@@ -68,14 +68,14 @@ def config_of(model: nnx.GraphDef | Transformer) -> ModelConfig:
 
 @functools.lru_cache(maxsize=32)
 def abstract_model(config: ModelConfig) -> Transformer:
-    """The model of a config with shapes for arrays. Do not change it: it is shared."""
+    """Makes the model of a config with `ShapeDtypeStruct`s for arrays. The result is cached: do not change it."""
     return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
-    """A model with fresh weights: kernels normal with the config's `initializer_range`, norms one, biases zero.
+    """Makes a model with fresh weights: kernels normal with the config's `initializer_range`, norms one, biases zero.
 
-    They are drawn on the host, so that a seed means the same weights on every machine; `random_masters` draws on a
+    Weights are drawn on the host, so that a seed gives equal weights on every machine; `random_masters` draws on a
     mesh.
     """
     graphdef, abstract = split(abstract_model(config))[0], split(abstract_model(config.base))[1]
@@ -93,8 +93,8 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
 
 
 def fresh_adapters(config: ModelConfig, mesh: Mesh | None = None, seed: int = 0) -> nnx.State:
-    """Masters of fresh adapters alone (`Linear.attach_adapter`), drawn on the devices; None: the default device. A seed
-    means the same ones on every mesh, whatever the base."""
+    """Draws the masters of fresh adapters on the devices of `mesh` (None: the default device): A uniform, B zero. A
+    seed gives equal adapters on every mesh and for every base."""
     whole = split(abstract_model(config))[1]
     abstract = part_of(whole, lambda path: path.rpartition(".")[2] in ADAPTER)
     places = {} if mesh is None else by_path(part_of(param_shardings(whole, mesh), by_path(abstract).__contains__))
@@ -115,7 +115,7 @@ def _zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def fold_adapters(graphdef: nnx.GraphDef, params: nnx.State) -> nnx.State:
-    """`params` with each adapter's B as an engine multiplies with it (`layers.folded`); the rest as it is."""
+    """Multiplies each adapter's B by its scale as an engine does (`layers.folded`); other leaves are unchanged."""
     config = config_of(graphdef)
     if config.lora is None:
         return params
@@ -130,8 +130,8 @@ def _folded(state: nnx.State, *, scale: float, dtype: Any) -> nnx.State:
 
 
 def merge_adapters(model: Transformer) -> Transformer:
-    """The base with kernels W + B' A in the place of adapters, in float32, rounded once to the kernels' dtype: masters
-    alone, no QTensors. Itself where there are no adapters."""
+    """Merges adapters into the kernels: W + B' A in float32, B' from `layers.folded`, rounded once to the kernels'
+    dtype. The result has masters and no QTensors. A model without adapters is returned as it is."""
     config = model.config
     if config.lora is None:
         return model
@@ -145,8 +145,8 @@ def merge_adapters(model: Transformer) -> Transformer:
 
 
 def merge_splits(model: Transformer) -> Transformer:
-    """The model without duplicated inputs and QTensors: of a kernel that has a QTensor, what that stands for. Its
-    kernels have the masters' dtype."""
+    """Makes an ordinary model of one with duplicated inputs (`quant/splitting.py`): no QTensors, kernels in the
+    masters' dtype. A kernel that has a QTensor becomes the dequantized weight."""
     config = dataclasses.replace(model.config, splitting=None, quant=Rules())
     for linear in quantizable(model).values():
         weight = linear.kernel.get_value()
@@ -169,33 +169,42 @@ def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtyp
 
 
 def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
-    """Fresh masters like those of `random_model`, drawn on the devices, each its own part: no byte of them is ever on
-    the host, and no device holds more than a layer beside its part. A seed means the same weights on every mesh."""
+    """Draws masters distributed like `random_model`'s on the devices, each device its shard and nothing on the host.
+    A device needs room for its shard and one layer. A seed gives equal weights on every mesh."""
     return nnx.from_flat_state(list(random_leaves(config, mesh, seed=seed)))
 
 
 def random_leaves(
     config: ModelConfig, mesh: Mesh, *, seed: int = 0, frozen: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[Any, nnx.Param]]:
-    """Yields the entries of `random_masters` as they are drawn. frozen: see `read_masters`."""
-    abstract = split(abstract_model(config.base))[1]
+    """Yields (keys, variable) of `random_masters`, one parameter at a time; `splits` of stacks do not change numbers.
+
+    frozen: see `read_masters`.
+    """
+    config = config.base
+    uncut = dataclasses.replace(config, splits=())
+    abstract = split(abstract_model(config))[1]
     places = by_path(param_shardings(abstract, mesh))
-    for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
+    numbers = {keys: number for number, (keys, _) in enumerate(nnx.to_flat_state(split(abstract_model(uncut))[1]))}
+    for keys, variable in nnx.to_flat_state(abstract):
         path, like = ".".join(map(str, keys)), variable.get_value()
+        own, first = place_in(uncut, keys, config)
         place = places[path]
         if frozen(path):
             like = jax.ShapeDtypeStruct(like.shape, dtype_in(like, config.compute_dtype))
         deviation = config.initializer_range if keys[-1] == "kernel" else None
         value = 1.0 if keys[-1] == "weight" else 0.0
         draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = jax.random.fold_in(jax.random.key(seed), numbers[own])
+        if own[0] == "stacks":
+            key = jax.random.split(key, uncut.stacks[own[1]].length)[first : first + like.shape[0]]
         with launching(mesh):
             value_of = draw(key, like=like, place=place, deviation=deviation, value=value)
         yield keys, variable.replace(value_of)
 
 
 def _drawn(key: jax.Array, *, like: Any, place: NamedSharding, deviation: float | None, value: float) -> jax.Array:
-    """An array of normal numbers, or of one `value`; what is stacked is drawn layer by layer."""
+    """An array of normal numbers, or of one `value`. key: one per layer where layers are stacked."""
     if deviation is None:
         return jnp.full(like.shape, value, like.dtype)
     scale = deviation
@@ -204,26 +213,25 @@ def _drawn(key: jax.Array, *, like: Any, place: NamedSharding, deviation: float 
         drawn = (jax.random.normal(key, shape, jnp.float32) * jnp.float32(scale)).astype(like.dtype)
         return jax.lax.with_sharding_constraint(drawn, NamedSharding(place.mesh, spec))
 
-    if like.ndim < 3:
+    if key.ndim == 0:
         return normal(key, like.shape, place.spec)
-    keys = jax.random.split(key, like.shape[0])
-    return jax.lax.map(lambda one: normal(one, like.shape[1:], PartitionSpec(*place.spec[1:])), keys)
+    return jax.lax.map(lambda one: normal(one, like.shape[1:], PartitionSpec(*place.spec[1:])), key)
 
 
 def finish(graphdef: nnx.GraphDef, params: nnx.State) -> Transformer:
-    """Masters -> the model, its QTensors made from them."""
+    """Makes a model of masters: quantizes them under the graphdef's rules and merges both."""
     if not config_of(graphdef).quant.rules:
         return merge(graphdef, params, nnx.State({}))
     return merge(graphdef, params, quantizer(graphdef)(params))
 
 
 def parse_rules(scheme: Any, group_size: int | None = None) -> Rules:
-    """Parses the ways to name schemes into rules.
+    """Turns any way of naming a scheme into `Rules`.
 
     Args:
       scheme: a name ("bf16", "w8a8", "w4a16:g64"), a scheme Config, None (bf16), `Rules`, or a list of {match, scheme}
         mappings; patterns are searched in Hugging Face module names ("model.layers.3.mlp.up_proj").
-      group_size: group size of schemes given by a name that does not say it.
+      group_size: group size of schemes whose name has none.
     """
     if isinstance(scheme, Rules):
         return scheme
@@ -234,10 +242,10 @@ def parse_rules(scheme: Any, group_size: int | None = None) -> Rules:
 
 
 def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int | None = None) -> nnx.GraphDef:
-    """The graphdef of the same model, hence of the same params, under another scheme (see `parse_rules`).
+    """Returns the model's graphdef under another scheme (see `parse_rules`); the model's params fit it.
 
     Raises:
-      UserError: the scheme tells layers apart that are stacked together in this model.
+      UserError: the scheme treats layers differently that this model stacks together.
     """
     config, rules = config_of(model), parse_rules(scheme, group_size)
     starts = tuple(stack.start for stack in config.stacks)
@@ -252,23 +260,23 @@ def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int 
 
 
 def at_width(model: nnx.GraphDef | Transformer, bits: int) -> nnx.GraphDef:
-    """The graphdef of the same model at another width of its 8-bit grid (`quant.at_width`)."""
+    """Returns the model's graphdef at another bit width of its 8-bit grid (`quant.at_width`)."""
     return with_scheme(model, config_of(model).quant.at_width(bits))
 
 
 def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx.State:
-    """Masters -> the QTensors of every weight that the model's scheme covers: once per optimizer update, jit-able.
+    """Quantizes the masters of every weight that the model's rules cover, once per optimizer update. It can be jitted.
 
     Args:
       model: graphdef (or model) whose config.quant holds the rules.
-      params: its masters, or some of them.
+      params: the model's masters, or some of them.
 
     Returns:
       An nnx.State of Quantized variables, empty under bf16, that `merge` takes.
 
     Raises:
-      UserError: a weight does not fit its scheme (K not a multiple of the group), or one that it shares a number with
-        is missing; the sentence names it.
+      UserError: a weight does not fit its scheme (K not a multiple of the group), or the master of a weight that shares
+        its scale is missing; the message names the weight.
     """
     config = config_of(model)
     masters = dict(nnx.to_flat_state(params))
@@ -284,36 +292,46 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
 
 @functools.lru_cache(maxsize=32)
 def quantizer(graphdef: nnx.GraphDef) -> Any:
-    """`quantize_params` of this graph definition, compiled: all that quantize under it share its programs."""
+    """Returns `quantize_params` of a graphdef under jit, cached, so that all callers share the compiled programs."""
     return jax.jit(functools.partial(quantize_params, graphdef))
 
 
 def path_keys(path: str) -> tuple[str | int, ...]:
-    """ "stacks.0.attn.q.kernel" -> ("stacks", 0, "attn", "q", "kernel")."""
+    """Splits a path into a State's keys: "stacks.0.attn.q.kernel" -> ("stacks", 0, "attn", "q", "kernel")."""
     return tuple(int(key) if key.isdigit() else key for key in path.split("."))
 
 
+def place_in(whole: ModelConfig, keys: tuple[Any, ...], parts: ModelConfig) -> tuple[tuple[Any, ...], int]:
+    """Finds an entry of `parts`, a config with more `splits` than `whole`, in `whole`: its keys there, and the layer of
+    the stack at which it begins."""
+    if keys[0] != "stacks":
+        return keys, 0
+    start = parts.stacks[keys[1]].start
+    number = next(n for n, stack in enumerate(whole.stacks) if stack.start <= start < stack.start + stack.length)
+    return ("stacks", number, *keys[2:]), start - whole.stacks[number].start
+
+
 def path_of(keys: tuple[Any, ...], variable: Any) -> str:
-    """The path of an entry of a params or qweights State. A QTensor has its master's (".kernel")."""
+    """Joins the keys of an entry of params or qweights to a path. A QTensor gets its master's path (".kernel")."""
     leaf = "kernel" if isinstance(variable, Quantized) else keys[-1]
     return ".".join(map(str, (*keys[:-1], leaf)))
 
 
 def part_of(state: nnx.State, wanted: Callable[[str], bool]) -> nnx.State:
-    """The entries of a params or qweights State whose paths are `wanted`."""
+    """Returns the entries of a params or qweights State for whose path `wanted` returns true."""
     return nnx.from_flat_state([(keys, leaf) for keys, leaf in nnx.to_flat_state(state) if wanted(path_of(keys, leaf))])
 
 
 def is_fixed(path: str) -> bool:
-    """Tells whether a leaf never learns, whatever else does: the inputs that a split linear map duplicates."""
+    """Tells whether a leaf can never learn: an index of duplicated inputs (`quant/splitting.py`)."""
     return path.endswith(f".{INDEX}")
 
 
 def united(*states: nnx.State) -> nnx.State:
-    """One State of the entries of several."""
+    """Joins several States with different entries into one."""
     return nnx.from_flat_state([leaf for state in states for leaf in nnx.to_flat_state(state)])
 
 
 def by_path(state: nnx.State) -> dict[str, Any]:
-    """A params or qweights State as {path: array or QTensor}."""
+    """Converts a params or qweights State to {path: array or QTensor}."""
     return {path_of(keys, variable): variable.get_value() for keys, variable in nnx.to_flat_state(state)}

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of published models by name: what a plan needs of them, for a dry run without a model folder.
+"""The config.json of published models by name, so that a dry run can plan memory without a model folder.
 
-with folder("models/Qwen3-8B-Base") as path:      # that folder if it is here, else one that holds the shapes
+with folder("models/Qwen3-8B-Base") as path:      # the folder if it exists, else a temporary one with config.json
     config = read_config(path)
 """
 
@@ -87,10 +87,10 @@ CONFIGS = _all()
 
 @contextlib.contextmanager
 def folder(path: str) -> Iterator[str]:
-    """`path` where it is a folder; else a temporary folder with the config.json of the model that it names.
+    """Yields `path` if it is a folder, else a temporary folder with the config.json of the model that it names.
 
     Raises:
-      UserError: there is no folder, and no shape of that name; the sentence lists the known names.
+      UserError: there is neither a folder nor a known model of this name; the message lists the known names.
     """
     name = os.path.basename(path.rstrip("/"))
     if os.path.isdir(path) or name not in CONFIGS:

@@ -1,16 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a stack's layers that are added to an accumulator as the backward finds them.
+"""A scan over layers whose backward adds each layer's gradient to an accumulator in place.
 
-The backward of `lax.scan` returns the gradients of all layers at once, beside the accumulator that they are added to
-afterwards: a second copy of the policy, 15 GiB at 8B in bfloat16. `run` is the same scan with a backward of its own,
-which carries the accumulator and writes a layer's rows in place:
+The backward of `lax.scan` returns the gradients of all layers at once, beside the accumulator to which they are added
+afterwards: a second copy of the policy, 15 GiB at 8B in bfloat16. `run` is a scan with a custom backward, which carries
+the accumulator and writes a layer's rows in place:
 
     forward     layer 0 ──► ... ──► layer L-1        keeps per layer what `remat` keeps
     backward    layer L-1: sums[L-1] += dW  ──► ... ──► layer 0: sums[0] += dW
 
-What `jax.vjp` of a layer keeps is taken apart: weights and what all layers share are read again, and only the rest is
-stacked. The numbers are those of a gradient that is added as a whole.
+Of the residuals of a layer's `jax.vjp`, only activations are stacked; weights and arrays shared by all layers are read
+again. The sums have the bits of a gradient that is added as a whole.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ Leaves = dict[Any, jax.Array]
 
 
 def gradient_dtype(config: ModelConfig, wanted: Any) -> jnp.dtype:
-    """The dtype in which the backward finds gradients: `wanted` where it is the compute dtype, else the masters'.
+    """Returns the dtype of the backward's gradients: `wanted` where it is the compute dtype, else the masters' dtype.
 
-    A gradient has the dtype of what is differentiated, and `Learner` rounds masters first in the former case.
+    A gradient has the dtype of the differentiated array, and `Learner` rounds masters to `wanted` in the first case.
     """
     return jnp.dtype(wanted if config.compute_dtype == wanted else config.param_dtype)
 
 
 def in_place(dtype: Any) -> bool:
-    """Whether rows of a dtype are written in place. XLA for CPUs writes bfloat16 ones through a copy in float32."""
+    """Tells whether XLA writes rows of a dtype in place. On a CPU it copies bfloat16 arrays through float32 instead."""
     return jnp.dtype(dtype).itemsize == 4 or jax.default_backend() != "cpu"
 
 
 def carried(sums: nnx.State, config: ModelConfig) -> nnx.State | None:
-    """The accumulators, where the backward of a model adds to them as it finds gradients; else None."""
+    """Returns the accumulators if the model's backward can add to them in place (`run`), else None."""
     dtype = jax.tree.leaves(sums)[0].dtype
     return sums if gradient_dtype(config, dtype) == dtype and in_place(dtype) else None
 
 
 def of_stack(sums: nnx.State | None, number: int) -> Leaves:
-    """The accumulators of a stack's leaves; empty: there are none."""
+    """Returns the accumulators of the leaves of stack `number`; empty if there are none."""
     flat = [] if sums is None else nnx.to_flat_state(sums)
     return {keys[2:]: leaf.get_value() for keys, leaf in flat if keys[:2] == ("stacks", number)}
 
 
 def total(sums: nnx.State, grads: nnx.State, *, inside: bool) -> nnx.State:
-    """Accumulators after a micro-batch. inside: those of the stacks are in their gradients already."""
+    """Adds a micro-batch's gradients to accumulators. inside: gradients of stacks contain the accumulators already."""
     before = dict(nnx.to_flat_state(sums))
 
     def of(keys: Any, grad: Any) -> Any:
@@ -67,7 +67,7 @@ def total(sums: nnx.State, grads: nnx.State, *, inside: bool) -> nnx.State:
 
 
 def added(total: jax.Array, grad: jax.Array) -> jax.Array:
-    """Their sum in float32, rounded to the dtype of `total`."""
+    """Adds `grad` to `total` in float32 and rounds to the dtype of `total`."""
     return (total.astype(jnp.float32) + grad.astype(jnp.float32)).astype(total.dtype)
 
 
@@ -76,12 +76,12 @@ def _at(tree: Any, index: jax.Array) -> Any:
 
 
 def run(body: Callable[..., Any], stream: Any, elements: Any, own: Leaves, sums: Leaves) -> Any:
-    """`lax.scan(body, stream, elements)[0]`, whose gradient with respect to `own` is `sums` with the gradient added.
+    """Computes `lax.scan(body, stream, elements)[0]`; its gradient with respect to `own` is `sums` plus the gradient.
 
     Args:
       body: (stream, element) -> (stream, None), under a `remat` policy.
-      elements: (state of a stack, anything else), arrays [L, ...]; no gradient flows to them but by `own`.
-      own: the leaves of the state that learn. sums: an accumulator of each, of its dtype.
+      elements: (state of a stack, anything else), arrays [L, ...]; only the leaves in `own` get a gradient.
+      own: the leaves of the state that learn. sums: an accumulator for each, of its shape and dtype.
     """
     elements = jax.lax.stop_gradient(elements)
     length = len(next(iter(own.values())))

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of the Qwen families: embedding, pre-norm layers of attention and (expert) MLP, final norm, head.
+"""The decoder of the Qwen and Llama families: embedding, pre-norm layers of attention and MLP or MoE, final norm, head.
 
-Layers of one signature are stacked ([L, N, K] kernels) and run by `lax.scan`; a model that mixes dense and expert
-layers has one stack per run of equal layers (`ModelConfig.stacks`). Between layers flow two tensors in the compute
-dtype, as in vLLM: the residual and the last block's output `delta`, not yet added, because the norm that follows reads
-their sum before it is rounded.
+Equal layers are stacked ([L, N, K] kernels) and run by `lax.scan`; a model that mixes dense and MoE layers has one
+stack per run of equal layers (`ModelConfig.stacks`). As in vLLM, two tensors in the compute dtype flow between layers:
+the residual, and the last block's output `delta`. They are not yet added, because the next norm reads their unrounded
+sum.
 
 Suffixes: B batch, T time, D model, F ffn, N q-heads, K kv-heads, H head, V vocabulary, S cache slots.
 """
@@ -67,7 +67,7 @@ class KVCache:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with optional biases and q/k norms."""
+    """Grouped-query attention with its four linear maps, optional biases and optional norms of q and k."""
 
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -123,7 +123,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One block, or a stack of them: parameters have the leading dims of `stack`; a call needs them scanned away."""
+    """One decoder layer, or a stack of layers, whose leading dims `stack` `lax.scan` must remove before a call."""
 
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int], is_moe: bool):
         args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
@@ -144,7 +144,8 @@ class Layer(nnx.Module):
         attend: Attend,
         routed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """(delta, residual) [B, T, D] -> (delta, residual, kept); `routed` [B, T, k]: experts to send tokens to."""
+        """Runs the layer on (delta, residual) [B, T, D]; returns both, and what `attend` keeps of keys and values.
+        `routed` [B, T, k]: the experts to which tokens are sent; None: the router chooses."""
         with jax.named_scope("attention"):
             x, residual = self.attn_norm.add(delta, residual)
             delta, kept = self.attn(x, rope, attend)
@@ -155,7 +156,7 @@ class Layer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A [V, D] table: rows looked up (the embedding) or multiplied (the head)."""
+    """A [V, D] table: the embedding, whose rows are looked up, or the head, which multiplies hidden states."""
 
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
@@ -163,7 +164,7 @@ class Embedding(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole model. Random weights; `load_hf` fills them from a folder."""
+    """The whole decoder-only model. The constructor draws random weights; `load_hf` loads a folder's."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -183,7 +184,7 @@ class Transformer(nnx.Module):
         attach_quantized(self)
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The master of the output head: the embedding when tied."""
+        """Returns the master of the output head: the embedding's table if the two are tied."""
         return (self.embed if self.head is None else self.head).kernel.get_value()
 
     def __call__(
@@ -192,7 +193,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits, float32. Arguments as in `hidden_states`."""
+        """Computes float32 logits. Arguments as in `hidden_states`."""
         hidden = self.hidden_states(tokens, positions, segment_ids)
         with jax.named_scope("head"):
             return jnp.einsum(
@@ -212,15 +213,15 @@ class Transformer(nnx.Module):
         routed_experts: Int[Array, "B T L k"] | None = None,
         sums: nnx.State | None = None,
     ) -> Float[Array, "B T D"]:
-        """Output of the final norm, in the compute dtype.
+        """Computes the output of the final norm, in the compute dtype.
 
         Args:
           tokens: token ids.
           positions: position within the sequence, for RoPE; None: 0 .. T-1 (restarted per segment by the caller).
           segment_ids: sequences packed in a row do not see each other; 0 = padding; None: one sequence per row.
-          max_segments: static bound on the segments of a row, each in one piece; None: as many as positions.
-          routed_experts: the experts to send each position to, per layer (-1: the router's choice); None: all are.
-          sums: accumulators of gradients, shaped like masters; a stack's gradient has them added.
+          max_segments: static bound on the number of segments of a row, each contiguous; None: T.
+          routed_experts: experts of each position and layer (-1: the router chooses); None: the router chooses all.
+          sums: accumulators of gradients, shaped like masters; the backward adds to those of stacks (`sums.py`).
         """
         delta = self._embed(tokens)
         stream = self.through(
@@ -244,9 +245,9 @@ class Transformer(nnx.Module):
         routed_experts: Int[Array, "B T L k"] | None = None,
         sums: nnx.State | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Runs all layers, from the two tensors that flow into the first to those that leave the last.
+        """Runs all layers on (delta, residual), and returns (delta, residual) after the last.
 
-        Arguments as in `hidden_states`; behind the embedding, `residual` is zero.
+        After the embedding, `delta` is its output and `residual` is zero. Other arguments as in `hidden_states`.
         """
         B, T, _ = delta.shape
         if positions is None:
@@ -302,13 +303,13 @@ class Transformer(nnx.Module):
     def decode(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Runs T more tokens of every row against the cache: a prefill, a chunk of one, or (T = 1) a decoding step.
+        """Runs T more tokens of every row against the cache: a prefill, a part of a prefill, or (T = 1) a decode step.
 
         Args:
           tokens: token ids.
-          positions: position within the sequence. A negative one marks a token that is not there (trailing positions of
-            a short prompt, an idle row): it is not cached, does not advance the row, and its output is to be ignored.
-          cache: what came before. Token t of row b goes to slot cache.length[b] + t; past the last slot it is lost.
+          positions: position within the sequence. A negative position marks an absent token (trailing positions of a
+            short prompt, an idle row): it is not cached and does not advance the row; ignore its output.
+          cache: earlier tokens. Token t of row b goes to slot cache.length[b] + t; past the last slot it is dropped.
 
         Returns:
           hidden states [B, T, D] after the final norm, and the cache with the new keys and values, `length` advanced.
@@ -373,7 +374,7 @@ FINAL_NORM = "norm.weight"
 
 
 def quantizable(model: Transformer) -> dict[str, Linear]:
-    """The linear maps a scheme may cover, by the path of their kernel ("stacks.0.attn.q.kernel"), in model order.
+    """Lists the linear maps that a scheme may cover, by their kernel's path ("stacks.0.attn.q.kernel"), in model order.
 
     Embedding, head, norms and router are not among them.
     """
@@ -382,7 +383,7 @@ def quantizable(model: Transformer) -> dict[str, Linear]:
 
 
 def partners(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Finds, for each of all quantizable kernels, the others that it shares a number with (`Scheme.one_range`)."""
+    """Finds for every quantizable kernel the kernels with which it shares a scale (`Scheme.one_range`), by path."""
     modules = {formats.module_name(config.describe(path)): path for path in paths}
     shared = {path for path in modules.values() if (scheme := config.scheme_of(path)) is not None and scheme.one_range}
     return {
@@ -395,11 +396,11 @@ def quantized(config: ModelConfig, masters: Mapping[str, jax.Array], paths: Iter
     """Quantizes the masters that the config's rules cover.
 
     Args:
-      masters: by path, [layers, ..., N, K].
-      paths: of all quantizable kernels.
+      masters: masters [layers, ..., N, K] by path.
+      paths: the paths of all quantizable kernels.
 
     Raises:
-      UserError: a weight does not fit its scheme, or one that it shares a number with has no master.
+      UserError: a weight does not fit its scheme, or a weight with which it shares a scale has no master.
     """
     beside = partners(config, paths)
     out = {}
@@ -416,7 +417,7 @@ def quantized(config: ModelConfig, masters: Mapping[str, jax.Array], paths: Iter
 
 
 def attach_quantized(model: Transformer) -> None:
-    """Gives every linear map that the config's rules cover the QTensor of its present master."""
+    """Quantizes the master of every linear map that the config's rules cover, and attaches the QTensor."""
     linears = quantizable(model)
     made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()}, linears)
     for path, qtensor in made.items():
@@ -427,7 +428,7 @@ def attach_backward(model: Transformer, form: Any, root: Any) -> None:
     """Gives every linear map a low-bit backward.
 
     Args:
-      form: of `quant.Backward`.
+      form: the format of `quant.Backward`, "int8" or "fp8".
       root: uint32 scalar (`backward.root_seed`).
     """
     for number, (path, linear) in enumerate(quantizable(model).items()):

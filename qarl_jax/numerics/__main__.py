@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.numerics` prints what each engine computes in, as the table in docs/concepts/engines.md."""
+"""`python -m qarl_jax.numerics` prints the table of engines' arithmetic in docs/concepts/engines.md."""
 
 from qarl_jax.numerics.engine import table
 

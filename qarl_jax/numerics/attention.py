@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Three orders in which attention rounds and adds up; the gradient of each is that of plain attention.
+"""Softmax attention with three orders of sums and roundings: plain, float64 and blockwise; all have plain gradients.
 
-The plain one is that of a one-pass flash kernel: scores in float32, p = exp(s - max) kept unnormalized and rounded to
-the compute dtype for the second product, which accumulates in float32 and is divided at the end by the float32 sum of
-the *unrounded* p. In float32 that is softmax attention.
+Plain attention has the roundings of a one-pass flash kernel. Scores are float32. p = exp(s - max) stays unnormalized
+and is rounded to the compute dtype for the second product. This accumulates in float32 and is divided at the end by the
+float32 sum of the *unrounded* p. In float32 the result is ordinary softmax attention.
 
-All take q [B, T, K, G, H], k, v [B, S, K, H] and seen bool [B or 1, T, S], whether a query sees a key, and return
-float32 [B, T, K, G, H].
+All functions take q [B, T, K, G, H], k, v [B, S, K, H] and seen bool [B or 1, T, S], whether a query sees a key, and
+return float32 [B, T, K, G, H].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attention = Callable[..., jax.Array]
 
 
 def with_plain_gradient(plain: Attention) -> Callable[[Attention], Attention]:
-    """Decorates an attention f(q, k, v, *rest): its values, and the gradient of plain(q, k, v, *rest), recomputed."""
+    """Decorates an attention f(q, k, v, *rest): keeps its values, with the gradient of `plain`, which is recomputed."""
 
     def decorate(forward: Attention) -> Attention:
         run = jax.custom_vjp(forward)
@@ -45,8 +45,8 @@ def with_plain_gradient(plain: Attention) -> Callable[[Attention], Attention]:
 
 
 def flash_block(head_dim: int) -> int:
-    """Keys of a block of vLLM's FlashAttention-3 on Hopper over a paged cache (tile_size.h, and outputs of its kernel);
-    for heads of up to 64 as the bridge asks for it (`versions.keep_sequences_whole`)."""
+    """Returns the keys per block of vLLM's FlashAttention-3 on Hopper over a paged cache (tile_size.h and outputs).
+    For heads of up to 64 the bridge configures vLLM so (`versions.keep_sequences_whole`)."""
     for most, keys in ((128, 128), (192, 96)):
         if head_dim <= most:
             return keys
@@ -54,7 +54,7 @@ def flash_block(head_dim: int) -> int:
 
 
 def softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *_: Any) -> jax.Array:
-    """The plain order; what others take besides is ignored."""
+    """Computes plain attention (above); further arguments, which other orders need, are ignored."""
     dtype, scale = q.dtype, jnp.float32(q.shape[-1] ** -0.5)
     precision = matmul_precision(dtype)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
@@ -70,7 +70,7 @@ def softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
 
 @with_plain_gradient(softmax_attention)
 def float64_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """softmax(q . k H^-1/2) v in float64, rounded to float32: vLLM's CPU engine (`Numerics.float64`)."""
+    """Computes softmax(q . k H^-1/2) v in float64, rounded to float32, as the CPU engine does (`Numerics.float64`)."""
     scale = q.shape[-1] ** -0.5
 
     def formula(q, k, v, seen):  # type: ignore[no-untyped-def]
@@ -83,13 +83,13 @@ def float64_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array)
 
 @with_plain_gradient(softmax_attention)
 def block_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Attention as FlashAttention-3 rounds it.
+    """Computes attention with the roundings of FlashAttention-3's kernel.
 
     The kernel reads a sequence's keys in blocks, the last block first. It rounds a block's weights, exp(s - m), to
     bf16. There m is the largest score in this block and the blocks read before it. When m grows, the sums so far are
-    rescaled. Plain attention subtracts one maximum, that of all keys. Here m is a running maximum from the right, and
-    the rounded weights are then brought to one scale. Of the kernel's outputs 99.9 to 100 % are equal to the last bit
-    (tests/models/test_cuda_kernels.py). The others differ by the order of sums within a product.
+    rescaled. Plain attention subtracts the maximum of all keys. Here m is a running maximum from the right, and
+    the rounded weights are then brought to one scale. 99.9 to 100 % of outputs equal the kernel's to the last bit
+    (tests/models/test_cuda_kernels.py). The rest differs by the order of sums within a product.
 
     Args:
       q, k, v, seen: as in `softmax_attention`.

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of engines' arithmetic, in one of which the learner computes.
+"""Records of engines' arithmetic; the learner computes by one of them, to get the engine's bits.
 
-The integer codes and scales of the weights are the same everywhere. What differs between engines is how activations are
-scaled, how sums are made, and where the layers in between round. A record of `Numerics` says all of it for one engine,
-and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
-departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/concepts/engines.md.
+All engines have equal codes and scales of weights. They differ in the scaling of activations, the order of sums, and
+the roundings in between. A record of `Numerics` describes these for one engine; no other code asks for the machine. To
+add an engine, add a record with its differences from `PLAIN`. `python -m qarl_jax.numerics` prints all records as the
+table in docs/concepts/engines.md.
 
-`CPU` is batch-invariant on both sides: vLLM's CPU engine computes with the bridge's own operations (`engine/cpu/`
-there), the same ones on every build. So is `CUDA`: the bridge replaces bf16 and int4 products, norms and log-probs
-(`engine/cuda/` there), and the rest mirrors kernels of vLLM 0.25.1 that are batch-invariant as they are.
+`CPU` and `CUDA` are batch-invariant in engine and learner. vLLM's CPU engine computes with the bridge's operations
+(`engine/cpu/` there), which are the same on every build. On CUDA the bridge replaces bf16 and int4 products, norms and
+log-probs (`engine/cuda/` there); vLLM 0.25.1's other kernels are batch-invariant, and the learner mirrors them.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ ENGINES = ("auto", "cpu", "cuda", "plain")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The arithmetic of one engine. Hashable: pass it as a static argument. The defaults are those of `PLAIN`.
+    """The arithmetic of one engine. It is hashable: pass it as a static argument. The defaults are those of `PLAIN`.
 
-    In what follows x is an activation, am the absmax of its row (a token), s_x = am / 127 its int8 scale, s_w the
-    weight's scale and acc the int32 sum of products.
+    Below, x is an activation, am the absmax of its row (a token), s_x = am / 127 its int8 scale, s_w the weight's scale
+    and acc the int32 sum of products.
 
     Attributes:
-      profile: the record's name, which a run records.
-      float64: every sum, and every function of floats between two roundings, is computed in float64 and rounded to
-        float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
-        f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
-      amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      split_k: sums of bfloat16 products are split along K, as the shape of the weight says (`of_layer`).
+      profile: the record's name, which a run's metadata keeps.
+      float64: all sums and functions between two roundings are computed in float64 and rounded to float32 once, so
+        that order, vector width and math library do not change them. Rescaling is included:
+        f32(s_x * (s_w * acc)); otherwise it is two float32 products, in this order.
+      amax_floor: lower bound of a row's absmax for its int8 scale; 0: none.
+      split_k: sums of bfloat16 products are split along K, depending on the weight's shape (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
-      fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
-      block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
+      fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, on such a GPU.
+      block_attention: attention reads keys in blocks, the last one first, and rounds its weights relative to the
         maximum so far (FlashAttention-3).
-      norm_order: how RMSNorm's mean of squares is summed: in float64, in torch's order (8-float vectors on x86; its
-        rsqrt is 1 / sqrt), or in the compiler's.
+      norm_order: the order in which RMSNorm sums squares: in float64, in torch's order (8-float vectors on x86; its
+        rsqrt is 1 / sqrt), or in the compiler's order.
       round_sum_before_norm: the residual sum is rounded before RMSNorm reads it; otherwise it reads the float32 sum.
       round_silu: SiLU(gate) is rounded before it is multiplied by up.
       divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.
       round_rope_table: cos and sin are rounded to the compute dtype; the rotation itself is float32, rounded once.
-      rope_on_device: the engine makes that table on the device, by its power function.
+      rope_on_device: the engine computes the table of cos and sin on the device, by the device's power function.
       float64_experts: a router's logits, the weights of the chosen experts, and the weighted sum of their rounded
         outputs are computed in float64 and rounded to float32 once (part of `float64`); otherwise in float32.
       float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
         `float64`).
-      splits: parts of K in which a layer's sum of bfloat16 products is made. A layer's own.
-      shards: of a tensor-parallel engine. Each has its part of every weight: rows, or columns of the layers whose
-        inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
-        rounds its own sum; the layer returns their sum in float32, by rank, rounded once. 1 for layers whose rows are
-        spread. Of experts each shard rounds its weighted sum (`models/moe.py`).
-      own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
-        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `split_k`.
+      splits: number of parts of K in which a layer's bfloat16 products are summed; `of_layer` sets it.
+      shards: number of shards of a tensor-parallel engine. A shard has some rows of a weight, or, in the layers o and
+        down, some columns. There a shard quantizes its inputs with its own scale and rounds its own sum. The layer
+        adds the shards' sums in float32, by rank, and rounds once. `of_layer` sets 1 for layers split by rows. Of
+        experts each shard rounds its weighted sum (`models/moe.py`).
+      own_kernels: whether a Hopper GPU computes layers by `kernels/products.py` (`quant.kernels`); otherwise XLA does,
+        with other last bits for fp8 and for `split_k`.
     """
 
     profile: str = "plain"
@@ -83,11 +83,11 @@ class Numerics:
     own_kernels: bool = True
 
     def of_layer(self, outputs: int, inputs: int, spread_inputs: bool = False) -> Numerics:
-        """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up).
+        """Returns the arithmetic of one layer, whose fused weight (q, k and v; gate and up) is [outputs, inputs].
 
-        A shard's own part of it says into how many parts its sums are cut.
+        The shape of one shard's part decides the number of `splits`.
 
-        spread_inputs: a tensor-parallel engine gives each shard some inputs of it; otherwise some outputs.
+        spread_inputs: a tensor-parallel engine splits the layer's inputs over shards; otherwise its outputs.
         """
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
         if not self.split_k:
@@ -129,10 +129,10 @@ PROFILES: tuple[str, ...] = tuple(RECORDS)
 
 
 def of_profile(name: str) -> Numerics:
-    """The record of that name, as a run wrote it down.
+    """Returns the record called `name`, for example the name that a run has saved.
 
     Raises:
-      UserError: no such record.
+      UserError: there is no such record.
     """
     if name not in RECORDS:
         raise UserError(
@@ -143,7 +143,7 @@ def of_profile(name: str) -> Numerics:
 
 
 def table() -> str:
-    """All records as a Markdown table, one field a row."""
+    """Makes a Markdown table of all records, with a row per field."""
 
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
@@ -156,14 +156,14 @@ def table() -> str:
 
 
 def resolve(engine: str) -> Numerics:
-    """The arithmetic of an engine. Call it once per run and record the result.
+    """Returns the arithmetic of an engine. Call it once per run and save the result's name.
 
     Args:
       engine: "cpu" (vLLM CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), or "auto" (vLLM on this host: cuda where JAX runs
-        on a GPU, otherwise cpu). What auto is to a run depends on its sampler, too (`RunConfig.numerics`).
+        on a GPU, otherwise cpu). In a run, "auto" also depends on the sampler (`RunConfig.numerics`).
 
     Raises:
-      UserError: an unknown engine.
+      UserError: the engine is unknown.
     """
     if engine == "auto":
         import jax  # the backend is asked for here only, so that naming an engine never initialises one

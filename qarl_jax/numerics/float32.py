@@ -1,16 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Float32 operations that mean the same on every backend, jitted or not.
+"""Float32 operations with equal bits on every backend, jitted or not.
 
-Compilers rewrite floats in three ways that would move a quantization code:
+Compilers rewrite float operations in three ways that can change a quantization code:
 
   * XLA turns `a / constant` and `a / broadcast(b)` into a multiplication by a reciprocal (4 % of the quotients by 127
     are then one ulp off, 26 % of general ones), and XLA:GPU's own float32 division is not IEEE at all;
   * XLA:CPU contracts `a * b + c` into one fused operation, or does not, depending on what it fused around it;
-  * "excess precision" lets XLA drop a float32 -> bfloat16 -> float32 pair, that is, a rounding we meant.
+  * "excess precision" lets XLA drop a float32 -> bfloat16 -> float32 pair, that is, an intended rounding.
 
-`divide` is immune to the first two by construction and `round_to` to the third. What is computed `in_float64` is
-immune to all of it, and to the order of sums and the compiler's own exp and cos.
+`divide` is immune to the first two by construction and `round_to` to the third. Functions computed `in_float64` are
+immune to all three, to the order of sums, and to the compiler's approximations of exp and cos.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ONE = 0x3F800000  # the bits of 1.0
 def matmul_precision(dtype: Any, *, gradient: bool = False) -> lax.Precision | None:
     """Returns JAX's `precision` for a product of operands of `dtype`; None: its default.
 
-    float32 is full float32 on every backend (no TF32, no bfloat16 passes) wherever log-probs are computed: the sampler
-    and the learner must agree. Products of a `gradient` with float32 operands may be TF32 (a GPU: inputs of 10 bits of
-    mantissa, float32 sums, several times as fast) or three bfloat16 passes (a TPU). Where
-    `jax_default_matmul_precision` (JAX_DEFAULT_MATMUL_PRECISION) is set, it decides for both.
+    Where log-probs are computed, float32 is full float32 on every backend (no TF32, no bfloat16 passes), because
+    sampler and learner must agree. Products of a `gradient` with float32 operands may be TF32 (a GPU: inputs of 10 bits
+    of mantissa, float32 sums, several times as fast) or three bfloat16 passes (a TPU). If
+    `jax_default_matmul_precision` (JAX_DEFAULT_MATMUL_PRECISION) is set, it decides in both cases.
     """
     chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # jax sets it by name
     if jnp.dtype(dtype) != jnp.float32 or chosen is not None:
@@ -45,22 +45,22 @@ def matmul_precision(dtype: Any, *, gradient: bool = False) -> lax.Precision | N
 
 
 def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S"]:
-    """`x.astype(dtype)` with a rounding (nearest, ties to even) that no compiler pass may drop."""
+    """Casts `x` to `dtype` with a rounding (nearest, ties to even) that no compiler pass may drop."""
     if jnp.dtype(dtype) == jnp.bfloat16 and x.dtype == jnp.float32:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return jnp.asarray(x).astype(dtype)
 
 
 def dtype_in(array: Any, dtype: Any) -> Any:
-    """The dtype that a leaf has in a model of `dtype`: integers keep theirs."""
+    """Returns the dtype of a leaf in a model cast to `dtype`: integers keep their dtype."""
     return array.dtype if jnp.issubdtype(array.dtype, jnp.integer) else dtype
 
 
 def from_float64(formula: Callable[..., Any], *operands: Any) -> Any:
-    """formula(*operands) in float64, whether or not jax_enable_x64 is set, each result rounded to float32.
+    """Computes formula(*operands) in float64, whether or not jax_enable_x64 is set, and rounds each result to float32.
 
-    Operands are arrays; those of floats or integers come to the formula as float64, bools as they are. The gradient is
-    not defined: see `in_float64`.
+    Operands are arrays or None; floats and integers are converted to float64, bools are not. It has no gradient: see
+    `in_float64`.
     """
 
     def widened(x: Any) -> Any:
@@ -73,9 +73,9 @@ def from_float64(formula: Callable[..., Any], *operands: Any) -> Any:
 
 
 def in_float64(formula: Callable[..., Any], gradient_of: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """`from_float64` of one result as a function with a gradient: that of the formula in float32.
+    """Makes a function that computes `formula` by `from_float64`, with the gradient of the formula in float32.
 
-    gradient_of: the formula in a form whose derivative float32 can hold; None: `formula` itself.
+    gradient_of: another form of the formula, whose derivative does not overflow in float32; None: `formula` itself.
     """
 
     @jax.custom_jvp
@@ -93,12 +93,12 @@ def in_float64(formula: Callable[..., Any], gradient_of: Callable[..., Any] | No
 
 
 def round_bf16(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
-    """float32 -> the nearest bfloat16 value (ties to even), still stored as float32."""
+    """Rounds float32 to the nearest bfloat16 value (ties to even), still stored as float32."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def round_half_up(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """floor(x + 1/2) of float32, without the rounding of that sum: 0.49999997 gives 0."""
+    """Computes floor(x + 1/2) of float32 without rounding x + 1/2 first: 0.49999997 gives 0."""
     whole = jnp.floor(x)
     return whole + (x - whole >= 0.5).astype(x.dtype)
 
@@ -112,7 +112,7 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """2.0 ** exponent for exponents in [-126, 127]."""
+    """Computes 2.0 ** exponent exactly, in float32, for int32 exponents in [-126, 127]."""
     return _float((exponent + 127) << 23)
 
 
@@ -137,7 +137,7 @@ def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#
     """The float32 quotient a / b, correctly rounded (IEEE), under jit and on every backend.
 
     The mantissas are divided by a reciprocal multiplication, corrected once with the exact remainder, and then moved by
-    one ulp where the exact remainder says that the neighbour is nearer; a quotient of two floats is never a tie.
+    one ulp if the exact remainder shows that the neighbour is nearer; a quotient of two floats is never a tie.
     Exponents are put back by exact multiplications. Shapes must be equal or one operand a scalar or of broadcastable
     equal rank.
 
@@ -166,13 +166,14 @@ def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#
 def fused_multiply_add(
     a: Float[Array, "*#S"], b: Float[Array, "*#S"], c: Float[Array, "*#S"], nonnegative: Float[Array, "*#S"]
 ) -> Float[Array, "*S"]:
-    """a * b + c in float32 with one rounding, whether or not the compiler has such an operation or chooses to use it.
+    """Computes a * b + c in float32 with one rounding, whether or not the compiler would fuse the two operations.
 
-    The product's own rounding error is computed exactly (Dekker, 1971), and so is that of the sum (Knuth's two-sum);
-    both are added last. The compiler can fuse neither product and sum nor an operand that is itself a product into the
-    difference of its halves: their bits meet a zero that only the data knows to be zero, the sign bits of
-    `nonnegative`. Right to the last bit unless
-    the exact result lies within 2^-24 ulp of the middle between two floats. No overflow, and no subnormal products.
+    The rounding errors of the product (Dekker, 1971) and of the sum (Knuth's two-sum) are computed exactly and added
+    last. To keep the compiler from fusing operations, operands are xor-ed with the sign bits of `nonnegative`, which
+    are zero but unknown to the compiler.
+
+    The result is right to the last bit unless the exact one lies within 2^-24 ulp of the middle between two floats.
+    Overflow and subnormal products are not supported.
     """
     zero = lax.shift_right_logical(_bits(nonnegative), 31)
     a, b = _float(_bits(a) ^ zero), _float(_bits(b) ^ zero)
@@ -185,7 +186,7 @@ def fused_multiply_add(
 
 
 def pack_int4(codes: Int[Array | np.ndarray, "... K"]) -> Int[Array, "... K8"]:
-    """int8 codes in [-8, 7] -> int32 words of eight nibbles (uint4b8).
+    """Packs int8 codes in [-8, 7] into int32 words of eight nibbles (uint4b8).
 
     Element 8j+i of the last dimension sits in bits 4i..4i+3 of word j, stored as code + 8.
     """
@@ -198,7 +199,7 @@ def pack_int4(codes: Int[Array | np.ndarray, "... K"]) -> Int[Array, "... K8"]:
 
 
 def unpack_int4(words: Int[Array | np.ndarray, "... K8"]) -> Int[Array, "... K"]:
-    """The inverse of `pack_int4`: int32 words -> int8 codes in [-8, 7]."""
+    """Unpacks int32 words to int8 codes in [-8, 7]: the inverse of `pack_int4`."""
     shifts = jnp.arange(0, 32, 4, dtype=jnp.int32)
     shifts = shifts.reshape((1,) * words.ndim + (8,))
     nibbles = lax.shift_right_logical(

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Activations coded in eight bits, one dynamic scale per row (a token): int8, and what fp8 shares with it."""
+"""Quantization of activations to int8 with one dynamic scale per row (a token); fp8 uses `row_absmax` too."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from qarl_jax.runtime.remat import ROW_ABSMAX
 
 
 def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:
-    """max_k |x[m, k]|, under the name `ROW_ABSMAX`."""
+    """Computes max_k |x[m, k]| and names it `ROW_ABSMAX` for `remat` policies."""
     return checkpoint_name(jnp.max(jnp.abs(x), axis=-1, keepdims=True), ROW_ABSMAX)
 
 
 def quantize_rows(x: Float[Array, "M K"], *, amax_floor: float = 0.0) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
-    """One symmetric int8 scale per row, from the row's absmax.
+    """Quantizes rows to int8 symmetrically, with one scale per row from the row's absmax.
 
-    scale = absmax / 127, codes = RNE(x * (127 / absmax)), all quotients IEEE float32. The quotients exist once per row;
-    the per-element operation is a multiplication, as in the engines.
+    scale = absmax / 127, codes = RNE(x * (127 / absmax)), all quotients IEEE float32. There is one division per row and
+    one multiplication per element, as in the engines.
 
     Args:
       x: activations, any float dtype.
-      amax_floor: lower bound put under absmax. 0: none, a zero row then gets codes 0 and scale 0.
+      amax_floor: lower bound of absmax; 0: none, and a row of zeros gets codes 0 and scale 0.
 
     Returns:
       int8 codes in [-127, 127] and float32 scales.

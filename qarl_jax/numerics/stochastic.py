@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic rounding whose bits come from an update's number and a position, and from no state.
+"""Stochastic rounding whose random bits are a hash of the update's number and an element's position, without state.
 
-Masters and moments (`optim`) and the operands of a low-bit backward (`quant.backward`) are rounded so: a resumed run
-rounds alike, and so does every mesh.
+It rounds masters and moments (`optim`) and the operands of a low-bit backward (`quant.backward`). A resumed run, and
+every mesh, draws equal bits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, UInt32
 
 
 def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
-    """32 random bits per element: a hash of (seed + position) and nothing else (MurmurHash3's finalizer).
+    """Draws 32 random bits per element: a hash of seed + position (MurmurHash3's finalizer).
 
-    No buffer of random numbers, and the same bits on every mesh. Position is that in row-major order, so that a slice
-    of a stack has its bits of the whole where its first position is added to the seed.
+    It needs no buffer of random numbers, and gives equal bits on every mesh. Positions count in row-major order. A
+    slice of a stack gets its bits of the whole stack if its first position is added to the seed.
 
     Args:
-      shape: of the result.
+      shape: shape of the result.
       seed: uint32 scalar.
     """
     h = jnp.full(shape, seed, jnp.uint32)
@@ -35,21 +35,20 @@ def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
 
 
 def hashed(h: UInt32[Array, "*S"]) -> UInt32[Array, "*S"]:
-    """The bits of `random_bits` for sums of a seed and a position."""
+    """Hashes sums of a seed and a position to random bits, as `random_bits` does."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
     return h
 
 
 def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S"]:
-    """float32 -> bfloat16, up or down with probabilities that make its expectation x (Gupta et al., arXiv 1502.02551).
+    """Rounds float32 to bfloat16, up or down at random, so that the expectation is x (Gupta et al., arXiv 1502.02551).
 
-    16 random bits are added below the last bit kept, and what is then below it is dropped. The bits are a hash of seed
-    and position (`random_bits`).
+    16 random bits (`random_bits`) are added below the last kept bit; then all bits below it are dropped.
 
     Args:
-      x: float32; what is not finite is kept.
-      seed: uint32 scalar, another one for every rounding.
+      x: float32; NaN and infinities are kept.
+      seed: uint32 scalar, different for every call.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x.shape, seed) >> jnp.uint32(16))
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -57,10 +56,10 @@ def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S
 
 
 def rounding_seed(count: Any, number: int, first: Any = None) -> Array:
-    """The seed of a rounding, a uint32 scalar, from the update's number and the leaf's: a resumed run rounds alike.
+    """Makes the seed of a rounding, a uint32 scalar, from the numbers of the update and of the leaf.
 
     Args:
-      first: uint32, the position in its leaf at which what is rounded begins; None: 0.
+      first: uint32, the leaf's element at which the rounded slice begins; None: 0.
     """
     # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.
     seed = jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
@@ -68,16 +67,16 @@ def rounding_seed(count: Any, number: int, first: Any = None) -> Array:
 
 
 def to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
-    """float32 in [-127, 127] -> the integer below or above, so that its mean is x. bits: 32 random ones each."""
+    """Rounds float32 in [-127, 127] stochastically to int8, with expectation x. bits: 32 random bits per element."""
     low = jnp.floor(x)
     up = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < x - low
     return (low + up.astype(jnp.float32)).astype(jnp.int8)
 
 
 def to_e4m3(x: Float[Array, "*S"], bits: Array) -> Array:
-    """float32 in [-448, 448] -> the float8 below or above, so that its mean is x. bits: as in `to_int8`.
+    """Rounds float32 in [-448, 448] stochastically to float8_e4m3fn, with expectation x. bits: as in `to_int8`.
 
-    3 bits of mantissa are kept; below 2^-6 the grid is the multiples of 2^-9.
+    It keeps 3 bits of mantissa; below 2^-6 the grid is the multiples of 2^-9.
     """
     raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> jnp.uint32(12))
     normal = jax.lax.bitcast_convert_type(raised & jnp.uint32(0xFFF00000), jnp.float32)

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Observation of a run: records, views, reports. No result depends on it."""
+"""Records, displays and reports what a run does. No result of a run depends on it."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of runs: which panels there are, and the numbers of each, for figures and for the page."""
+"""Defines the panels of a run's curves, and computes the curves for figures and the web page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from qarl_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One curve: `run` picks its colour, `style` its dashes (0: none); `faint` for what a strong line smooths;
-    `marks` for points instead of a line."""
+    """One curve. `run`: index of its colour; `style`: of its dashes; `faint`: raw values; `marks`: points, no line."""
 
     label: str
     run: int
@@ -30,7 +29,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One small set of axes; `log` expects positive values, and shows where they span a factor of ten."""
+    """One set of axes to draw. `log` expects positive values; the axis is logarithmic if they span a factor of ten."""
 
     title: str
     lines: Sequence[Line]
@@ -40,10 +39,10 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One set of axes. `metrics` maps a metric's name to what the legend calls it.
+    """The definition of a set of axes. `metrics` maps a metric's name to its label in the legend.
 
-    `log` is for numbers that may span orders of magnitude; the axis is logarithmic where they do. `needs` is a metric
-    without which, or at 0, a step has nothing to show here.
+    `log`: use a logarithmic axis if values span orders of magnitude. `markers`: held-out metrics, drawn as points.
+    `needs`: a metric; steps where it is absent or 0 are left out.
     """
 
     title: str
@@ -54,12 +53,12 @@ class Panel:
     needs: str = ""
 
     def series(self, run: Run, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one of its metrics that it can show."""
+        """Returns steps and values of one of the panel's metrics, without those that the axis cannot show."""
         steps, values = run.evaluated(metric) if metric in self.markers else run.series(metric, self.needs)
         return _positive(steps, values) if self.log else (steps, values)
 
     def values(self, runs: Sequence[Run]) -> list[float]:
-        """All that it can show."""
+        """Returns all values that the panel shows."""
         return [x for run in runs for metric in (*self.metrics, *self.markers) for x in self.series(run, metric)[1]]
 
 
@@ -144,16 +143,16 @@ PANELS: tuple[Panel, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's name in the legend, its records by step, and those of its held-out evaluations by version."""
+    """A run's name in the legend, its records by step, and its held-out evaluations by version."""
 
     name: str
     records: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]] = ()
 
     def evaluated(self, metric: str) -> tuple[list[int], list[float]]:
-        """Versions and values of a held-out metric, the policy before training included (version 0).
+        """Returns versions and values of a held-out metric, including the policy before training (version 0).
 
-        Step n samples from version n, and is recorded with the evaluation of version n + 1 that it made.
+        Step n samples from version n and makes version n + 1; its record has the evaluation of version n + 1.
         """
         if not self.evaluations:
             steps, values = self.series(metric)
@@ -166,7 +165,7 @@ class Run:
         return [version for version, _ in points], [value for _, value in points]
 
     def series(self, metric: str, needs: str = "") -> tuple[list[int], list[float]]:
-        """Steps and values where the metric is a finite number, and `needs` (where given) is positive."""
+        """Returns steps and values where the metric is a finite number, and `needs` (if given) is positive."""
         points = [
             (record["step"], float(record[metric]))
             for record in self.records
@@ -177,10 +176,10 @@ class Run:
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Runs from run directories (or metrics.jsonl files), named by what tells them apart.
+    """Loads runs from run directories (or metrics.jsonl files), named by the shortest path endings that differ.
 
     Raises:
-      UserError: no metrics there, or none recorded yet.
+      UserError: a path has no metrics, or none are recorded yet.
     """
     files = []
     for path in map(Path, paths):
@@ -202,7 +201,7 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def names_of(directories: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths that differ: ["a", "b"], or ["x/run", "y/run"]."""
+    """Returns the shortest endings of the paths that differ: ["a", "b"], or ["x/run", "y/run"]."""
     depth = 1
     most = max(len(directory.parts) for directory in directories)
     while depth < most and len({d.parts[-depth:] for d in directories}) < len(set(directories)):
@@ -211,7 +210,7 @@ def names_of(directories: Sequence[Path]) -> list[str]:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values (fewer at the start). window 1 changes nothing."""
+    """Averages the last `window` values at each position (fewer at the start)."""
     out, total = [], 0.0
     for i, value in enumerate(values):
         total += value
@@ -222,7 +221,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def specs(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Every panel as JSON for the page, which shows those that have numbers other than 0, and `asked` ones."""
+    """Converts every panel to JSON for the page. The page shows panels with a nonzero value, and all `asked` ones."""
     asked = [dataclasses.asdict(Panel(metric, {metric: ""})) | {"asked": True} for metric in extra]
     return [dataclasses.asdict(panel) | {"asked": False} for panel in PANELS] + asked
 
@@ -234,7 +233,7 @@ def panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
 
 
 def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[Chart]:
-    """Every panel with something to show, as figure and report draw it."""
+    """Makes a chart for every panel with something to show, for figures."""
     out = []
     for panel in panels(runs, extra):
         lines = []

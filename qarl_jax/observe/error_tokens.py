@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Error tokens: what a low-bit sampler says that no policy meant (QaRL, arXiv 2604.07853, sec. 3.2).
+"""Error tokens: sampled tokens to which the learner gives almost no probability (QaRL, arXiv 2604.07853, sec. 3.2).
 
-A quantized sampler now and then draws a token that the learner gives next to no probability, and long responses
-then drift into repetition or garble. The paper shows the effect and gives no definition; this is ours:
+A quantized sampler sometimes draws such a token, and long responses then drift into repetition or garbage. The paper
+shows the effect and gives no definition; this is ours:
 
   * a *low* token has probability below p (1e-3), under the learner at the start of the update or under the sampler;
   * a *cluster* is 3 low tokens within 8 positions of one response; one low token alone is ordinary sampling;
@@ -11,10 +11,10 @@ then drift into repetition or garble. The paper shows the effect and gives no de
     the mismatch; the rest is the temperature;
   * the *onset* is where in a response its first cluster begins.
 
-`token_metrics` counts them inside the learner's step, split by the sign of the advantage: low tokens in responses with
-A < 0 are what pushes a ratio out of its band. `repeated_share` and `zlib_ratio` look at the response itself.
+`token_metrics` counts them inside the learner's step, split by the sign of the advantage A: low tokens in responses
+with A < 0 push a ratio out of its band. `repeated_share` and `zlib_ratio` measure repetition in a response.
 
-Left out: a window that counts tokens instead of positions (they differ only where the response mask has holes).
+Windows count positions, not response tokens; the two differ only if the response mask has holes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ SEEN = 3
 def clustered(
     low: Bool[Array, "B T"], segment_ids: Int[Array, "B T"], *, window: int = WINDOW, least: int = LEAST
 ) -> Bool[Array, "B T"]:
-    """Low tokens inside some window of `window` positions of their segment that holds at least `least` of them.
+    """Marks low tokens in clusters: inside `window` positions of their segment with at least `least` low tokens.
 
     Args:
       low: [B, T] bool.
       segment_ids: [B, T] int32; a window never reaches into another segment of the row.
-      window: in positions. least: in tokens.
+      window: length of a window in positions. least: low tokens of a cluster.
 
     Returns:
       [B, T] bool, a subset of `low`.
@@ -82,7 +82,7 @@ def clustered(
 
 
 def token_metrics(x: LossInputs) -> dict[str, Metric]:
-    """Rates of low tokens and of their clusters, as `error/*` metrics whose micro-batches merge exactly.
+    """Computes rates of low tokens and of their clusters, as `error/*` metrics that merge exactly over micro-batches.
 
     Each rate exists over all tokens (or non-empty responses) and, with `_pos` and `_neg`, over those of one sign of A:
     `tok_learner`, `tok_sampler` (low), `tok_hidden`, `cluster_tok_learner`, `cluster_tok_sampler` (low and clustered),
@@ -90,7 +90,7 @@ def token_metrics(x: LossInputs) -> dict[str, Metric]:
     with a cluster under the learner: tokens before it, and their share of the response.
 
     Args:
-      x: the batch; `old_logprobs` is the learner's, `rollout_logprobs` the sampler's.
+      x: the batch; `old_logprobs` are the learner's log-probs, `rollout_logprobs` the sampler's.
     """
     r = prepare(x)
     sampler = jnp.where(r.mask, jnp.asarray(x.rollout_logprobs).astype(jnp.float32), 0.0)
@@ -135,7 +135,7 @@ def _onset(r: Responses, cluster: Bool[Array, "B T"]) -> dict[str, Metric]:
 
 
 def repeated(tokens: Sequence[int], *, ngram: int = NGRAM, seen: int = SEEN) -> Bool[np.ndarray, " n"]:
-    """Per n-gram of a response, in order: whether it has occurred at least `seen` times before.
+    """Tells for each n-gram of a response, in order, whether it has occurred at least `seen` times before.
 
     Args:
       tokens: L token ids (ngram <= 4, L <= 65536: four ranks then fit in 64 bits, so that no two n-grams collide).
@@ -144,7 +144,7 @@ def repeated(tokens: Sequence[int], *, ngram: int = NGRAM, seen: int = SEEN) -> 
       [max(0, L - ngram + 1)] bool.
 
     Raises:
-      ValueError: more tokens, or a longer n-gram, than that.
+      ValueError: the response or the n-gram is longer.
     """
     count = len(tokens) - ngram + 1
     if count < 1:
@@ -166,24 +166,26 @@ def repeated(tokens: Sequence[int], *, ngram: int = NGRAM, seen: int = SEEN) -> 
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
-    """Share of a response's 4-grams that have occurred 3 times before; 0 for one of fewer than 4 tokens."""
+    """Returns the share of a response's 4-grams that have occurred 3 times before; 0 below 4 tokens."""
     marks = repeated(tokens)
     return float(marks.mean()) if marks.size else 0.0
 
 
 def zlib_ratio(text: str) -> float:
-    """Compressed over plain bytes of a text: about 0.4 for prose, below 0.1 for a loop, 1 or more for noise or a few
-    characters; 0 for an empty one."""
+    """Returns compressed over plain bytes of a text; 0 for an empty text.
+
+    The ratio is about 0.4 for prose, below 0.1 for a loop. It is 1 or more for noise or a few characters.
+    """
     plain = text.encode("utf-8", "surrogatepass")
     return len(zlib.compress(plain, 6)) / len(plain) if plain else 0.0
 
 
 def text_metrics(responses: Sequence[Sequence[int]], texts: Sequence[str]) -> dict[str, float]:
-    """`text/repeated` (mean share of repeated 4-grams), `text/loops` (share of responses that repeat more than half)
-    and `text/zlib_ratio` (mean over non-empty texts); each 0 where there is nothing to average.
+    """Computes `text/repeated` (mean share of repeated 4-grams), `text/loops` (share of responses that repeat more than
+    half) and `text/zlib_ratio` (mean over non-empty texts); each is 0 without data.
 
     Args:
-      responses: token ids of each. texts: what they decode to.
+      responses: token ids of each response. texts: the decoded responses.
     """
     shares = np.array([repeated_share(tokens) for tokens in responses])
     ratios = [zlib_ratio(text) for text in texts if text]

@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model FLOPs of a training step, and what a device could do at best; their ratio is MFU (arXiv 2204.02311, app. B).
+"""Computes model FLOPs of a step and peak FLOP/s of devices; their ratio is the MFU (arXiv 2204.02311, app. B).
 
 For sequences of T_i tokens, forward and backward together,
 
     6 P sum_i T_i  +  6 L N H sum_i T_i^2
 
-with P the parameters a token meets (of experts, those it is routed to), L layers, N query heads of width H. A token's
-matrix products take 2 operations per parameter forward and 4 backward; causal attention 4 N H T^2 / 2 per layer forward
-and twice that backward. Recomputation, padding and optimizer are work but not the model's: they lower the ratio.
+with P active parameters (of experts, those a token is routed to), L layers, N query heads of width H. A token's matrix
+products take 2 operations per parameter forward and 4 backward. Causal attention takes 4 N H T^2 / 2 per layer forward
+and twice as many backward. Recomputation, padding and optimizer do not count, so they lower the MFU.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device by its `device_kind`; None where it is not known (as for any CPU)."""
+    """Returns the dense bfloat16 FLOP/s of a device by its `device_kind`; None if unknown (as for any CPU)."""
     return next((flops for name, flops in PEAKS if name.lower() in device_kind.lower()), None)
 
 
 def active_parameters(model: models.ModelConfig, params: Any) -> float:
-    """Parameters that a token meets: all of them, and of an MoE model's experts the share it is routed to.
+    """Counts the parameters that one token uses; of an MoE model's experts only the share it is routed to.
 
     Args:
-      params: of the model, abstract or not.
+      params: the model's parameters, arrays or shapes.
     """
     out = 0.0
     for path, leaf in models.by_path(params).items():
@@ -62,13 +62,13 @@ def active_parameters(model: models.ModelConfig, params: Any) -> float:
 
 
 def training(model: models.ModelConfig, parameters: float, lengths: Iterable[int]) -> float:
-    """Model FLOPs of one forward and backward over sequences of these lengths; a forward alone is a third of it."""
+    """Computes the model FLOPs of a forward and backward over sequences of these lengths; the forward is a third."""
     lengths = list(lengths)
     attention = model.num_layers * model.num_heads * model.head_dim * sum(n * n for n in lengths)
     return 6.0 * (parameters * sum(lengths) + attention)
 
 
 def of_devices(devices: Iterable[jax.Device]) -> float | None:
-    """Peak FLOP/s of these devices together; None where one is unknown."""
+    """Returns the total peak FLOP/s of these devices; None if one is unknown."""
     peaks = [peak(device.device_kind) for device in devices]
     return None if any(p is None for p in peaks) else sum(p for p in peaks if p is not None)

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The page of one or more runs: `report.html`, which needs nothing else, or the same page live (`live.py`).
+"""Renders the web page of one or more runs: a self-contained `report.html`, or the page that `live.py` serves.
 
-Curves, seconds of a step's phases, the band of the objective, mismatch by position, changed codes by layer, and samples
-whose tokens are shaded by importance ratio, mismatch weight, probability, or what the loss did with them (QaRL, arXiv
-2604.07853, table 6, on one's own data). The numbers are those of `run_data.py`; the page draws them (`page/`).
+It shows curves, seconds of a step's phases, the loss's band, mismatch by position, changed codes by layer, and samples.
+Tokens of a sample are shaded by importance ratio, mismatch weight, probability, or their fate in the loss (as table 6
+of QaRL, arXiv 2604.07853). `run_data.py` computes the numbers; the scripts in `page/` draw them.
 
-The page's own policy forbids it to load or send anything; live, it may ask its server for more. Texts of a policy reach
-it as JSON and are shown as text alone.
+The page's content security policy forbids all requests; the live page may ask its server alone. Texts of a policy reach
+it as JSON and are shown as plain text.
 
-Left out: the samples of every step. A report has those of some steps, spread over the run, to stay small.
+A report has samples of some steps, spread over the run, to stay small.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SCRIPTS = ("store.js", "charts.js", "pictures.js", "samples.js", "main.js")
 
 
 def render(runs: Mapping[str, str | Path], *, steps: int = 12, extra: Sequence[str] = ()) -> str:
-    """The page as a report.
+    """Renders a report as HTML.
 
     Args:
-      runs: name -> run directory (or its metrics.jsonl).
+      runs: maps names to run directories (or their metrics.jsonl).
       steps: steps per run whose samples are shown.
-      extra: more metrics to show, a chart each.
+      extra: further metrics to show, a chart each.
 
     Raises:
       UserError: a file is damaged.
@@ -46,7 +46,7 @@ def render(runs: Mapping[str, str | Path], *, steps: int = 12, extra: Sequence[s
 
 
 def page(names: Sequence[str], data: Mapping[str, Any]) -> str:
-    """The page around its data."""
+    """Renders the page's template around `data`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -59,7 +59,7 @@ def page(names: Sequence[str], data: Mapping[str, Any]) -> str:
 
 
 def write(path: str | Path, text: str) -> None:
-    """Puts the page on disk."""
+    """Writes the page to a file. Raises UserError if it cannot be written."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8", errors="replace")

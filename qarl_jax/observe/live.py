@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`qarl watch RUN [RUN ...]`: the report as a live page in a browser, while runs train or later.
+"""`qarl watch RUN [RUN ...]`: serves the report of runs as a live page for a browser, while they train or later.
 
     GET /                        the page
-    GET /data?have=[{...}, ...]  per run what came since `have`, and what the reader then has
+    GET /data?have=[{...}, ...]  per run the news since `have`, and the new `have` (`RunData.part`)
     GET /sample?run=0&at=17      one sample in full
     GET /find?q=text             per run the numbers of the samples with that text
 
-It reads the runs' files and writes nothing. On loopback it asks for nothing but a host name of this machine, so that no
-page of another site can read it. Elsewhere every request needs the token of the printed address; after the first one
-the browser sends it as a cookie. It speaks plain HTTP: over a network that others read, use `ssh -L` instead.
+It reads the runs' files and writes nothing. On loopback it checks only that the Host header names this machine, so that
+no page of another site can read it. Elsewhere every request needs the token of the printed address, which the browser
+then keeps as a cookie. It speaks plain HTTP: over an untrusted network use `ssh -L`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AT_ONCE = 16 << 20
 
 
 def folders(paths: Sequence[str | Path]) -> list[Path]:
-    """The runs' folders. A folder that is no run stands for the runs in it.
+    """Lists the runs' folders. A folder that is no run is replaced by the runs in it.
 
     Raises:
       UserError: there is no run at a path.
@@ -57,12 +57,12 @@ def folders(paths: Sequence[str | Path]) -> list[Path]:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """The page and its data.
+    """The HTTP server of the page and its data.
 
     Args:
-      paths: of runs; they need not have trained a step yet.
-      host: to listen on. port: 0 takes a free one.
-      extra: more metrics to show.
+      paths: run folders; a run need not have trained a step yet.
+      host: address to listen on. port: 0 takes a free one.
+      extra: further metrics to show.
 
     Raises:
       UserError: the port is taken, or the host is not this machine's.
@@ -93,7 +93,7 @@ class Server(http.server.ThreadingHTTPServer):
         return f"http://{name}:{port}/" + (f"?token={self.token}" if self.token else "")
 
     def data(self, have: Sequence[Any]) -> dict[str, Any]:
-        """The news since `have`, run by run. A run whose files are damaged has an `error`."""
+        """Returns the news of every run since `have`. A run whose files are damaged has an `error`."""
         parts, now = [], []
         for index, run in enumerate(self.runs):
             known = have[index] if index < len(have) and isinstance(have[index], dict) else {}
@@ -108,7 +108,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether a host is reached from this machine alone."""
+    """Tells whether a host address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -116,7 +116,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET and HEAD."""
+    """Answers the server's GET and HEAD requests."""
 
     server: Server
     protocol_version = "HTTP/1.1"

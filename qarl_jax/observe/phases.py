@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step's phases, and when each began and ended."""
+"""Measures the seconds of a step's phases (rollout, reward, update, ...), and when each began and ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qarl_jax.metrics import TIME, phases
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spans:
-    """A step's phases, for a picture.
+    """Begin and end of a step's phases, for the timeline of the report.
 
     Attributes:
-      spans: (phase, begin, end) in seconds since the step's begin; `beside/` is before the names of other threads'.
-      seconds: the step's. ended: when, in seconds since 1970.
+      spans: (phase, begin, end) in seconds since the step's begin; phases of other threads have the prefix `beside/`.
+      seconds: length of the step. ended: its end, in seconds since 1970.
     """
 
     spans: Sequence[tuple[str, float, float]] = ()
@@ -67,10 +67,11 @@ class _Picture:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step, in the thread that takes them (at first: that made it), and beside it in others.
+    """Measures seconds per phase of a step, separately for the owner thread and for other threads (`beside/`).
 
-    Every second of a step is in one phase: one inside another is taken out of it, and what no phase covers is `other`.
-    So `phases` of what `take` returns sum to `time/step_s`. What other threads do in that time does not count there.
+    The owner is the thread that called `take` last; at first, the thread that made the timer. Every second of the owner
+    is in one phase: a nested phase is subtracted from the outer one, and uncovered time is `other`. The owner's phases
+    sum to `time/step_s`; those of other threads do not count there.
 
     Example:
       timer = PhaseTimer()
@@ -80,11 +81,11 @@ class PhaseTimer:
       timer.taken    # Spans(spans=[("beside/reward", 0.7, 1.1), ("rollout", 0.0, 1.21)], ...)
 
     Args:
-      clock: gives seconds.
-      beside: a timer in whose picture the phases of this one stand, as those of another thread.
+      clock: returns seconds.
+      beside: a timer whose `taken` also gets this timer's spans, as those of another thread.
 
     Attributes:
-      taken: begin and end of the phases between the last two calls of `take`.
+      taken: spans of the phases between the last two calls of `take`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, beside: PhaseTimer | None = None):
@@ -98,7 +99,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block; a phase entered several times adds up. The time counts even if the block raises."""
+        """Times a block. A phase entered several times adds up; its time counts even if the block raises."""
         beside = threading.get_ident() != self._owner
         name = f"beside/{phase}" if beside else phase
         start = self._clock()
@@ -119,7 +120,7 @@ class PhaseTimer:
                 self._seconds[name] = self._seconds.get(name, 0.0) + own
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
+        """Returns the seconds of each phase and, as `time/step_s`, of the whole, since the last call; then resets."""
         now, self._owner = self._clock(), threading.get_ident()
         with self._lock:
             seconds, self._seconds = self._seconds, {}

@@ -1,11 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the records that a run leaves behind; `terminal.py` has the live view.
+"""Writes a run's record files (metrics.jsonl, samples.jsonl, ...); `terminal.py` has the live view.
 
-docs/operate.md lists them. Rules that make the files worth comparing:
+docs/operate.md lists them. Rules that make the files of two runs comparable:
 
-  * Steps rise strictly and each is written in one piece, so that a killed process leaves at most one torn last line.
-  * Whatever depends on clock or process has a key under `time/` (tokens per second too) or `perf/`. The rest of a line
+  * Steps rise strictly and each is written at once, so that a killed process leaves at most one incomplete last line.
+  * Values that depend on clock or process have keys under `time/` (tokens per second too) or `perf/`. The rest of a
+  line
     is a function of config and seed: after a resume, `truncate_to` drops what the resumed run is about to write again,
     and the file becomes that of a run that was never interrupted.
   * JSON has no NaN: a number that is not finite is null, and `"nonfinite": {"loss/total": "nan"}` says what it was.
@@ -45,18 +46,18 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of records and the live view.
+    """Settings of a run's records, trackers and live view.
 
     Attributes:
-      view: "table" (stays at the bottom of the terminal), "lines" (one per step), "off", or "auto": the table in a
-        terminal, lines elsewhere.
-      trackers: where metrics and samples are shown beside the run's own files: any of tensorboard, wandb (Weights &
-        Biases), mlflow, trackio. Each needs its package, the extra of the same name. Its own variables choose server
-        and mode, as WANDB_MODE=offline does.
-      project: the project or experiment that a tracker files the run under.
-      samples_per_step: completions per step in samples.jsonl; 0: none.
-      sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (`token_trace.py`); of
-        a longer response the first and the last half of as many; 0: none.
+      view: "table" (at the bottom of the terminal), "lines" (one per step), "off", or "auto": the table in a terminal,
+        lines elsewhere.
+      trackers: services that get metrics and samples: any of tensorboard, wandb (Weights & Biases), mlflow, trackio.
+        Each needs its package (an extra of this name). Its environment variables choose server and mode, such as
+        WANDB_MODE=offline.
+      project: the project or experiment of the run in a tracker.
+      samples_per_step: responses per step in samples.jsonl; 0: none.
+      sample_tokens: most tokens of each recorded with log-probs, ratio, weight and fate (`token_trace.py`); a longer
+        response is recorded at its beginning and end, half each; 0: none.
     """
 
     view: Literal["auto", "table", "lines", "off"] = "auto"
@@ -79,7 +80,7 @@ class Config:
 
 
 def to_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of metrics.jsonl. Mean and Max are reduced, arrays become Python numbers, non-finite numbers null."""
+    """Makes a line of metrics.jsonl: reduces Mean and Max, converts arrays to numbers; non-finite ones become null."""
     reduced = jax.device_get({k: v.value if isinstance(v, (Mean, Max)) else v for k, v in metrics.items()})
     record: dict[str, Any] = {"step": int(step)}
     nonfinite = {}
@@ -95,21 +96,21 @@ def to_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a .jsonl file. A torn last line (of a killed process, or one being written) is left out.
+    """Reads the records of a .jsonl file, without an incomplete last line (of a killed process, or one being written).
 
     Raises:
-      UserError: no such file, or a line that is not JSON before the last.
+      UserError: there is no such file, or a line before the last is not JSON.
     """
     return [record for _, record in _records(Path(path))]
 
 
 def folder_of(run: str | os.PathLike[str]) -> Path:
-    """A run's folder, named by itself or by a file in it."""
+    """Returns a run's folder, given the folder or a file in it."""
     return Path(run) if Path(run).is_dir() else Path(run).parent
 
 
 def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    """`read_lines` of a run's file; none where it recorded none of that name."""
+    """Reads a run's file by name like `read_lines`; returns no records if the file does not exist."""
     return read_lines(folder / name) if (folder / name).is_file() else []
 
 
@@ -152,9 +153,9 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def picks(groups: Sequence[RolloutGroup], limit: int) -> list[tuple[int, int]]:
-    """Picks the completions to show, as (group, sample): one of each of `limit` groups, spread over the step.
+    """Picks the responses to record, as (group, sample): one of each of `limit` groups, spread over the step.
 
-    The last group is among them, because the first update alone sees ratios of 1. The n-th group shows its n-th sample.
+    The last group is always picked: in later updates ratios differ from 1. The n-th group gives its n-th sample.
     """
     limit = min(limit, len(groups))
     chosen = [(n + 1) * len(groups) // limit - 1 for n in range(limit)]
@@ -167,7 +168,7 @@ def sample_records(
     traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> list[dict[str, Any]]:
-    """Some completions (`picks`) in full, with what is known of their tokens; `tokenizer`: tells turns apart."""
+    """Makes records of the responses that `picks` chooses, with `traces` of tokens. `tokenizer`: decodes turns."""
     out = []
     for index, pick in picks(groups, limit):
         group = groups[index]
@@ -191,9 +192,9 @@ def sample_records(
 
 
 def turn_records(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Per turn of a response: its `text`, the `observation` after it, its `reward`, and how many `tokens` were drawn.
+    """Makes a record per turn of a response: `text`, the `observation` after it, `reward`, number of `tokens`.
 
-    What is observed before the first turn follows one of no tokens.
+    An observation before the first turn gets a record with an empty turn.
     """
     turns = completion.turns
     if turns[0].start:
@@ -219,7 +220,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what can change a run's numbers, Python's among them."""
+    """Returns the installed versions of Python and of the packages that can change a run's numbers."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -228,7 +229,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """The commit this code is checked out at, with "+changes" if tracked files differ; None outside a checkout."""
+    """Returns the commit of this code's checkout, with "+changes" if tracked files differ; None outside a checkout."""
     here = Path(__file__).resolve()
 
     def git(*args: str) -> str:
@@ -267,7 +268,7 @@ def _start_facts() -> dict[str, Any]:
 
 
 class Observer:
-    """Writes a run's files and draws its view. One process at a time owns a run directory.
+    """Writes a run's files and shows its live view. It locks the run's directory for one process.
 
     Example:
       with Observer("runs/a", Config(), total_steps=100) as observer:
@@ -278,7 +279,7 @@ class Observer:
               observer.samples(step, groups)
 
     Raises:
-      UserError: the directory cannot be written, or another live process owns it.
+      UserError: the directory cannot be written, or another live process has locked it.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class Observer:
         total_steps: int | None = None,
         stream: Any = None,
     ):
-        """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
+        """`total_steps` is for the view ("step 3 of 100"); `stream` is the view's output (None: standard output)."""
         self.run_dir = Path(run_dir).absolute()
         self._step_files = tuple(
             self.run_dir / f"{name}.jsonl"
@@ -315,7 +316,7 @@ class Observer:
     # ------------------------------------------------------------------------------------------------------------ files
 
     def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-        """Write run.json. A resumed run replaces `config`, keeps its `id`, and adds one more entry to `starts`."""
+        """Writes run.json. A resumed run replaces `config`, keeps its `id`, and adds an entry to `starts`."""
         path = self.run_dir / "run.json"
         before: dict[str, Any] = {}
         if path.exists():
@@ -332,13 +333,13 @@ class Observer:
             _replace(path, (json.dumps(record, indent=2) + "\n").encode())
 
     def write(self, name: str, text: str) -> None:
-        """Put a file into the run directory, whole or not at all."""
+        """Writes a file in the run's directory, atomically."""
         path = self.run_dir / name
         with self._disk_errors(path):
             _replace(path, text.encode())
 
     def truncate_to(self, step: int) -> None:
-        """The run continues after `step`: drop later records and a torn last line. A fresh start passes -1."""
+        """Drops records after `step`, and an incomplete last line, before a run continues. A fresh start passes -1."""
         if self._is_set_aside:
             self._rename()
         for path in self._step_files:
@@ -347,9 +348,9 @@ class Observer:
         self._last_step = None
 
     def set_aside(self) -> None:
-        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on.
+        """Marks an earlier run's record files to be renamed to `metrics.jsonl.old-1` and so on.
 
-        It is renamed by `truncate_to`, once there is something to record.
+        `truncate_to` renames them, once there is something to record.
         """
         self._is_set_aside = True
 
@@ -361,11 +362,11 @@ class Observer:
         self._is_set_aside = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a step everywhere; returns the record as written.
+        """Records a step's metrics in metrics.jsonl and the view, checks the trackers, and returns the record.
 
         Args:
           step: greater than every step recorded before.
-          metrics: name -> Mean, Max, number, bool, string, None, or a scalar array.
+          metrics: maps names to Mean, Max, number, bool, string, None, or a scalar array.
         """
         last = self.latest()
         if last is not None and step <= last:
@@ -387,37 +388,37 @@ class Observer:
         traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Record a few completions of a step (`Config.samples_per_step`), with their `token_trace.Follower.records`."""
+        """Records `Config.samples_per_step` responses of a step. traces: from `token_trace.Follower.records`."""
         records = sample_records(groups, self.config.samples_per_step, traces, tokenizer)
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])
 
     def histograms(self, step: int, counts: Mapping[str, Sequence[Any]]) -> None:
-        """Record a step's histograms: name -> counts per bin, or a share per layer."""
+        """Records a step's histograms: name -> counts per bin, or a share per layer."""
         if counts:
             self._append(self._histograms_path, [{"step": step, **counts}])
 
     def timeline(self, step: int, taken: Spans) -> None:
-        """Record when a step's phases began and ended."""
+        """Records when a step's phases began and ended."""
         spans = [(name, round(begin, 4), round(end, 4)) for name, begin, end in taken.spans]
         ends = {"seconds": round(taken.seconds, 4), "ended": round(taken.ended, 3)}
         self._append(self._timeline_path, [{"step": step, **ends, "spans": spans}])
 
     def first_mismatch(self, step: int, found: Mapping[str, Any]) -> None:
-        """Record the first token of a step whose log-prob differs (`loop.first_mismatch.FirstMismatch`)."""
+        """Records the first token of a step whose log-prob differs (`loop.first_mismatch.FirstMismatch`)."""
         self._append(self._first_mismatch_path, [{"step": step, **found}])
 
     def say(self, text: str) -> None:
-        """A line for the reader, above the table or among the lines."""
+        """Shows a line in the view: above the table, or among the lines."""
         self._show(self._view.say, text)
 
     def end(self, text: str) -> None:
-        """The last word of a run, below the table; nothing is shown after it."""
+        """Closes the view and prints the run's last line below it."""
         self._show(self._view.close)
         self._show(self._view.say, text)
 
     def close(self, *, ended: bool = True) -> None:
-        """Closes the terminal's view and the trackers, and unlocks the run's directory. ended: the run met no error."""
+        """Closes view and trackers, and unlocks the run's directory. ended: the run raised no error."""
         self._show(self._view.close)
         watched.close(self._trackers or (), ended=ended)
         self._trackers = []
@@ -430,7 +431,7 @@ class Observer:
         self.close(ended=kind is None)
 
     def latest(self) -> int | None:
-        """The last step on record, or None."""
+        """Returns the last recorded step, or None."""
         if self._last_step is None and self.metrics_path.exists():
             self._last_step = max((record["step"] for record in read_lines(self.metrics_path)), default=None)
         return self._last_step
@@ -461,7 +462,7 @@ class Observer:
 
 
 class Silent:
-    """Stands for the Observer on every process of a run but the first: writes nothing, shows nothing."""
+    """Stands in for the Observer on every process of a run but the first: writes nothing, shows nothing."""
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         return None

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run's files as JSON for the page: all of it for a report, or what came since the last look for one that is live.
+"""Converts a run's files to JSON for the web page: everything for a report, only the news for a live page.
 
     data = RunData(folder, "a")
     part, have = data.part({})           # everything
     part, have = data.part(have)         # later: what is new
 
-A section is left out where nothing came. `metrics` and `samples` grow: a part has what follows `from`. The others are
-small and come whole. If a file was cut or replaced, as when a run resumes, `fresh` is true and everything comes again.
+A section without news is left out. `metrics` and `samples` are sent from index `from` on. The other sections are small
+and sent whole. If a file was cut or replaced, as when a run resumes, `fresh` is true and everything is sent again.
 
-Every text passes `visible`: what a policy writes is hostile until shown otherwise.
+Every text passes `visible`, because a policy may write hostile text.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
 class RunData:
-    """The data of one run that a page shows, kept up to date from the run's files.
+    """The data of one run that the page shows, updated from the run's files.
 
     Args:
       folder: the run's folder.
       name: the run's name in legends.
       steps: number of steps, spread over the run, whose samples are kept in full (for a report). None: one line for
         each sample of every step.
-      most: most bytes of a file that one call of `look` reads; -1: all. `part` says `more` where bytes are left.
+      most: most bytes of a file that one call of `look` reads; -1: all. `part` has `more` if bytes are left.
     """
 
     def __init__(self, folder: Path, name: str, *, steps: int | None = None, most: int = -1):
@@ -86,7 +86,7 @@ class RunData:
         self._told = 0  # counts what `_about` has been
 
     def look(self) -> None:
-        """Reads what was written since the last look."""
+        """Reads the lines that were written since the last call."""
         for name, tail in self._tails.items():
             anew, lines = tail.read()
             if anew:
@@ -104,7 +104,7 @@ class RunData:
         return None
 
     def part(self, have: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
-        """(what is new, what the reader then has). `have`: that of an earlier call, {} at first.
+        """Returns (news since `have`, the new `have`). `have`: counts returned by an earlier call; {} at first.
 
         Raises:
           UserError: a file is damaged.
@@ -142,7 +142,7 @@ class RunData:
         return out, counts | {"generation": self._generation, "about": self._told}
 
     def sample(self, index: int) -> dict[str, Any]:
-        """A sample in full. Raises IndexError if there is none of that number."""
+        """Returns a sample with all its texts and tokens. Raises IndexError if no sample has this number."""
         if not 0 <= index < len(self._offsets):
             raise IndexError(index)
         with self._tails["samples"].path.open("rb") as file:
@@ -150,7 +150,7 @@ class RunData:
             return full(json.loads(file.readline()))
 
     def find(self, text: str) -> list[int]:
-        """Numbers of the samples that have a text in prompt, response, answer or uid; case does not matter."""
+        """Finds the numbers of samples with a text in prompt, response, answer or uid; ignores case."""
         wanted, out = text.casefold(), []
         raw = wanted.encode() if wanted.isascii() and wanted.isprintable() and not set(wanted) & set('"\\') else b""
         with self._tails["samples"].path.open("rb") as file:
@@ -190,12 +190,12 @@ def _parsed(line: bytes, path: Path) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a record."""
+    """Returns the finite numbers of a record."""
     return {key: value for key, value in record.items() if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lines of metrics.jsonl by metric: `steps`, and `values` [steps] of each, None where a step has no number."""
+    """Converts lines of metrics.jsonl to `steps` and `values` by metric, each [steps]; None for a missing number."""
     rows = [numbers(record) for record in records]
     names = sorted({key for row in rows for key in row} - {"step"})
     values = {name: [_short(row.get(name)) for row in rows] for name in names}
@@ -207,7 +207,7 @@ def _short(value: float | None) -> float | None:
 
 
 def buckets(steps: Sequence[Any], most: int = COLUMNS) -> list[tuple[int, int]]:
-    """Ranges of indices, at most `most`, that share a column."""
+    """Divides the steps into at most `most` ranges of indices, one per column of a picture."""
     width = max(1, math.ceil(len(steps) / most))
     return [(at, min(at + width, len(steps))) for at in range(0, len(steps), width)]
 
@@ -216,10 +216,10 @@ def buckets(steps: Sequence[Any], most: int = COLUMNS) -> list[tuple[int, int]]:
 
 
 def limits(loss: Mapping[str, Any]) -> dict[str, Any]:
-    """The band of an objective, from its recorded options: `level`, and the edges of log-ratios by the sign of A.
+    """Computes the loss's band from its options: `level`, and edges of log-ratios by the advantage's sign.
 
-    Example: TBPO -> {"level": "response", "pos": [None, 4e-4], "neg": [-3e-4, 7e-4]}. Empty where there is no one band:
-    DPPO's edges are divergences, and `bands` other than fixed differ from response to response.
+    Example: TBPO -> {"level": "response", "pos": [None, 4e-4], "neg": [-3e-4, 7e-4]}. Empty if the loss has no single
+    band: DPPO's edges are divergences, and `bands` other than fixed differ from response to response.
     """
     varies = loss.get("bands", "fixed") != "fixed" or loss.get("name") == "dppo"
     if not loss.get("name") or not loss.get("clip_high") or varies:
@@ -234,7 +234,7 @@ def limits(loss: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def band(records: Sequence[Mapping[str, Any]], loss: Mapping[str, Any]) -> dict[str, Any]:
-    """Histograms of log-ratios for the run's page: counts [bins] per kind and range of steps, and the loss's band."""
+    """Sums histograms of log-ratios for the page: counts [bins] per kind and range of steps, with the loss's band."""
     records = [record for record in records if any(key.startswith("hist/") for key in record)]
     ranges = buckets(records)
     kinds = sorted({key for record in records for key in record if key.startswith("hist/")})
@@ -250,7 +250,7 @@ def band(records: Sequence[Mapping[str, Any]], loss: Mapping[str, Any]) -> dict[
 
 
 def flips(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Shares of codes that changed: per weight and column a share [layers], the mean of the column's steps."""
+    """Averages shares of changed codes for the page: per weight and range of steps, a share [layers]."""
     records = [record for record in records if any(key.startswith("flips/") for key in record)]
     ranges = buckets(records)
     names = sorted({key for record in records for key in record if key.startswith("flips/")})
@@ -281,7 +281,7 @@ def _add_positions(sums: dict[int, np.ndarray], record: Mapping[str, Any]) -> No
 
 
 def positions(sums: Mapping[int, np.ndarray]) -> dict[str, Any]:
-    """Mean and maximum of |log learner - log sampler| by token position, for the halves of a run's recorded samples."""
+    """Computes mean and maximum of |log learner - log sampler| by token position, for both halves of a run."""
     steps = sorted(sums)
     halves = [steps[: len(steps) // 2], steps[len(steps) // 2 :]]
     out = []
@@ -307,7 +307,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample's line in the list. `strong`: per quantity the distance from neutral that few of its tokens exceed."""
+    """Makes a sample's entry in the page's list. Its `strong` shows how far tokens are from neutral."""
     advantage, cut, tokens = record.get("advantage"), record.get("cut") or {}, record.get("tokens") or {}
     length = record.get("response_len")
     out = {
@@ -330,7 +330,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strong(tokens: Mapping[str, Sequence[float | None]], advantage: float | None) -> list[float]:
-    """Four 95th percentiles over a sample's tokens: |log| of ratio, mismatch and weight, and |advantage * gain|."""
+    """Computes 95th percentiles over a sample's tokens: |log| of ratio, mismatch and weight, and |advantage * gain|."""
     found = [_logs(tokens.get(key) or ())[1] for key in ("ratio", "mismatch", "weight")]
     gains = np.array(tokens.get("gain") or (), float)
     found.append(np.abs(gains[(gains != 0) & np.isfinite(gains)]) * abs(advantage or 0.0))
@@ -345,7 +345,7 @@ def _logs(ratios: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def full(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample with its texts, and columns of numbers for its tokens."""
+    """Makes a sample's detailed view: its texts, and columns of numbers for its tokens."""
     found = dict(record.get("tokens") or {})
     texts, fates = found.pop("text", []), found.get("fate", [])
     at, count = found.pop("left_out", [len(texts), 0])
@@ -370,7 +370,7 @@ def full(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def observed(turns: Sequence[Mapping[str, Any]], at: int, left_out: int) -> dict[int, str]:
-    """Number of a token shown -> what was observed before it; of the tokens drawn, `left_out` from `at` are not shown.
+    """Maps the index of a shown token to the observation before it. `left_out` drawn tokens from `at` on are not shown.
 
     Example: turns of 3 and 2 tokens, all of them shown: {3: "observed between", 5: "observed last"}.
     """
@@ -385,8 +385,9 @@ def observed(turns: Sequence[Mapping[str, Any]], at: int, left_out: int) -> dict
 
 
 def visible(text: str) -> str:
-    """Control characters as their pictures (a line break keeps breaking the line), other characters that are not seen,
-    among them those that turn text around, as [U+202E]; lone surrogates as U+FFFD."""
+    """Makes invisible characters visible: control characters as symbols, others (such as those that reverse text) as
+    [U+202E]; lone surrogates become U+FFFD. Line breaks still break.
+    """
     out = []
     for character in text:
         code = ord(character)
@@ -413,7 +414,7 @@ def visible(text: str) -> str:
 
 
 def about(folder: Path, held_out: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Describes a run: (label, text) `rows`, its `config` as a file and its `settings` one by one, its `total` steps.
+    """Describes a run: `rows` of (label, text), `config` as text, `settings` by name, `loss`, and `total` steps.
 
     Raises:
       UserError: run.json is damaged.
@@ -470,7 +471,7 @@ def _changes(starts: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]
 
 
 def number(value: Any) -> str:
-    """A number for a reader; anything else as it is, nothing as a dash."""
+    """Formats a number with at most 4 digits after rounding; None as a dash, any other value as text."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

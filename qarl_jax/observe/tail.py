@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a .jsonl file that another process writes: what was added since the last look. Imports no JAX."""
+"""Reads the lines that another process appended to a .jsonl file since the last read. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class Tail:
-    """Whole lines of a file, each given out once.
+    """A reader that returns each complete line of a growing file once.
 
     Args:
-      path: may not exist yet.
+      path: the file; need not exist yet.
       most: bytes read at a time, up to the end of a line; -1: all.
 
     Attributes:
-      more: True if the last call left lines for the next.
+      more: True if the last call did not reach the end of the file.
 
     Example:
       tail = Tail(run / "metrics.jsonl")
@@ -28,9 +28,9 @@ class Tail:
         self._at, self._file = 0, (0, 0)
 
     def read(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Returns whether the file began anew since the last call, and (offset in bytes, line) of the lines that came.
+        """Returns whether the file was cut or replaced since the last call, and (byte offset, line) of new lines.
 
-        A line that has no end yet is left for a later call.
+        An incomplete last line is left for a later call.
         """
         known = self._file != (0, 0)
         try:

@@ -7,7 +7,7 @@
     view.say("a line for the reader")                                            # above the table, or among the lines
     view.close()
 
-`ROWS` says what the table shows, `LINE` what a line does, in which order; a metric that a record lacks is left out.
+`ROWS` lists the table's metrics, `LINE` those of a line, in order; a metric that a record lacks is left out.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ LINE: Cells = (
 
 
 def summary_line(record: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """One step as one short line. Example: "step 12/100 | reward 0.530 | length 41.2 | ... | tokens/s 12,346"."""
+    """Formats a step as one short line. Example: "step 12/100 | reward 0.530 | length 41.2 | ... | tokens/s 12,346"."""
     step = f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")
     cells = [f"{label} {text}" for label, text in _row(record, LINE)]
     if record.get("nonfinite"):
@@ -136,7 +136,7 @@ def summary_line(record: Mapping[str, Any], total_steps: int | None = None) -> s
 
 
 def held_out_score(record: Mapping[str, Any]) -> str:
-    """The reward of an evaluation, and how far it can be trusted.
+    """Formats an evaluation's mean reward with its 95 % interval and sample counts.
 
     Example: "0.500 (95 %: 0.237 to 0.763; 10 prompts x 4 samples)". Records of older versions have the mean alone.
     """
@@ -153,7 +153,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The last `width` values as bars, lowest to highest. Example: sparkline([0, 1, 2]) = "▁▅█"."""
+    """Draws the last `width` values as bars, lowest to highest. Example: sparkline([0, 1, 2]) = "▁▅█"."""
     shown = list(values)[-width:]
     if not shown:
         return ""
@@ -256,7 +256,7 @@ class _Table:
 
 
 def make_view(kind: str, name: str, total_steps: int | None, stream: Any) -> _Silent | _Lines | _Table:
-    """The view `kind` ("auto", "table", "lines" or "off", see `recorder.Config`) of run `name`, written to `stream`."""
+    """Makes the view `kind` ("auto", "table", "lines" or "off", see `recorder.Config`) of run `name` on `stream`."""
     if kind == "auto":
         kind = "table" if progress.is_terminal(stream) else "lines"
     if kind == "off":

@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Token by token, what a step did with the few responses it logs: their scores, ratios, weights, and who was dropped.
+"""Traces the tokens of a step's logged responses: log-probs, ratios, weights, and whether the loss dropped them.
 
-The learner's own numbers, not a second evaluation: the compiled gradient program also returns the log-probs it
-differentiated (`learner.Options.token_logprobs`), and the objective itself says what it made of each (`loss.tokens`).
-So a trace costs no forward pass, and its ratios are those that met the band.
+The compiled gradient program also returns the log-probs it differentiated (`learner.Options.token_logprobs`), and the
+loss's functions compute ratios and weights from them (`loss.common.token_effects`). So a trace costs no forward pass,
+and its ratios are those that the loss compared with its band.
 
     follow = Follower(picks, learner.loss_fn, most=cfg.log.sample_tokens, rows=cfg.log.samples_per_step)
     learn(..., follow)                     # follow.packed(...), then follow.updated(...) for every update
     follow.records(groups, tokenizer)      # {(group, sample): {"update": 2, "seq_ratio": 1.0016, "tokens": {...}}}
 
-Of several passes over a response (`train.update_epochs`) the last counts. In the first update of a step nothing has
-moved, and every ratio is 1 up to `proximal/noise`.
+With several passes over a response (`train.update_epochs`) the last is traced. In a step's first update the weights
+have not changed, and every ratio is 1 up to `proximal/noise`.
 
 Numbers are rounded to six digits: enough to tell 1.0003 from 1.0004, and half the size on disk.
 """
@@ -54,13 +54,13 @@ class _Seen:
 
 
 class Follower:
-    """Follows some responses of one step through its updates.
+    """Traces chosen responses of one step through its updates.
 
     Args:
-      picks: which.
-      loss: the run's objective.
-      most: tokens recorded per response (of a longer one the first and the last half of them); 0: follow nothing.
-      rows: static bound on the number of picks, so that nothing is compiled twice.
+      picks: (group, sample) of each response to trace.
+      loss: the run's loss.
+      most: most tokens recorded per response; of a longer one half at its beginning, half at its end; 0: none.
+      rows: static upper bound on the number of picks, so that one program fits every step.
     """
 
     def __init__(self, picks: Sequence[Pick], loss: Objective, *, most: int, rows: int):
@@ -72,17 +72,17 @@ class Follower:
         self._seen: dict[Pick, _Seen] = {}
 
     def packed(self, chosen: Sequence[int] | np.ndarray, packed: Packed) -> None:
-        """The step's next update will use groups `chosen` of the step, packed so."""
+        """Notes that the step's next update uses groups `chosen`, packed into these rows."""
         wanted = set(self._picks)
         at = {(int(chosen[s.group]), s.sample): s for s in packed.segments}
         self._updates.append({pick: segment for pick, segment in at.items() if pick in wanted})
 
     def updated(self, number: int, micros: Sequence[TrainBatch], old: Sequence[Any], now: Metric | None) -> None:
-        """Update `number` was made of these micro-batches; nothing is fetched from the device yet.
+        """Notes that update `number` used these micro-batches. Fetches nothing from the device.
 
         Args:
-          old: per micro-batch the proximal log-probs [B, T], or None where they were those of the update itself.
-          now: per micro-batch the log-probs [B, T] its gradient was taken at; None: the learner keeps them to itself.
+          old: per micro-batch the proximal policy's log-probs [B, T]; None if they equal the update's.
+          now: per micro-batch the log-probs [B, T] in the update's forward; None if the learner does not return them.
         """
         if not isinstance(now, Rows):
             return

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers: schedules, AdamW, Muon, where their moments live and how an update walks over the leaves."""
+"""Optimizers: AdamW, Muon and schedules, low-bit and offloaded moments, and updates stack by stack."""

@@ -1,12 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of masters: Muon for matrices and AdamW for the rest, or AdamW for all; schedules; rules by name.
+"""Configs of the optimizers, schedules, and the choice of Muon or AdamW for each parameter.
 
-* Muon (`muon.py`) takes matrices only. Embeddings, head, norms, biases and routers take AdamW at the same lr
-  (`label`); a stack of norm scales [L, D] is two-dimensional and would otherwise be orthogonalised.
-* Arithmetic, and the state unless told otherwise (`moments.py`), are float32, whatever the master's dtype. A bfloat16
-  master has a spacing of 1.2e-4 near 0.02: rounded to nearest at lr 1e-6 it never moves. Keep masters in float32, or
-  round them stochastically (`master_rounding`).
+* Muon (`muon.py`) updates matrices only. Embeddings, head, norms, biases and routers are updated by AdamW (`label`); a
+  stack of norm scales [L, D] is two-dimensional and would otherwise be orthogonalised.
+* Arithmetic is float32, whatever the master's dtype; so are moments, unless a `moment_dtype` is set. A bfloat16 master
+  has a spacing of 1.2e-4 near 0.02: rounded to nearest at lr 1e-6 it never moves. Keep masters in float32, or round
+  them stochastically (`master_rounding`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl_jax.types import UserError, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate as a function of the update (not the rollout step: one step may hold several updates).
+    """The learning rate as a function of the update's number; a rollout step may have several updates.
 
     Attributes:
       kind: "constant", "linear" or "cosine", after the warm-up and to the end of the run.
@@ -57,16 +57,15 @@ class Common:
       lr: peak learning rate.
       weight_decay: decoupled, multiplied by lr.
       moment_dtype: dtype of the stored momentum and first moments: "float32", "bfloat16", or "int8", a code per element
-        and a scale per block of 256 (`eight_bit`). Norms, biases and vectors are float32 then; they are few.
-      second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
-        (`round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
-        square.
-      master_rounding: how bfloat16 masters (`model.param_dtype`) are rounded after an update: "nearest", by which they
-        stand still where an update is below half their spacing; "stochastic", from the update's number, so that they
-        move by the update in the mean. Float32 masters are added to as they are.
-      offload: keep the state in the host's memory; an update takes it to the device stack by stack (`by_stack`). The
-        same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
-        state per update. auto: where the run would not fit its GPU otherwise (training runs alone; elsewhere false).
+        and a scale per block of 256 (`eight_bit`). Moments of norms, biases and vectors stay float32 under int8.
+      second_moment_dtype: dtype of the stored second moments, with the same choices. "bfloat16" is rounded
+        stochastically: rounded to nearest, an average of 8 bits with b2 = 0.999 would never change.
+      master_rounding: rounding of bfloat16 masters (`model.param_dtype`) after an update. "nearest" drops updates below
+        half their spacing. "stochastic", seeded by the update's number, moves masters by the update in expectation. It
+        does not concern float32 masters.
+      offload: keep the state in the host's memory; an update moves it to the device stack by stack (`by_stack`). This
+        takes less device memory and two transfers per update, with the bits of an update outside of the gradient's
+        program. auto: offload if the run would not fit its GPU otherwise (in training runs; elsewhere false).
       clip_norm: bound on the global gradient norm; None: no clipping.
       schedule: the shape of lr over updates.
     """
@@ -91,10 +90,10 @@ class Common:
             raise UserError(f"clip_norm must be positive, or null for no clipping; got {self.clip_norm}.")
 
     def check_masters(self, name: str, dtype: str = "float32", bfloat16: str = "") -> None:
-        """Refuses a rounding that masters of `dtype` never meet. name: the section's; bfloat16: the setting for them.
+        """Checks that stochastic rounding is set only for bfloat16 masters. `name`, `bfloat16`: words for the message.
 
         Raises:
-          UserError
+          UserError: `master_rounding` is "stochastic" and `dtype`, the masters', is float32.
         """
         if self.master_rounding == "stochastic" and dtype == "float32":
             todo = f"set {bfloat16}, or leave master_rounding out" if bfloat16 else "these are float32, so leave it out"
@@ -108,9 +107,9 @@ class Muon(Common):
     Attributes:
       momentum: decay of the gradient's running average (not from a config).
       nesterov: look one gradient ahead (not from a config).
-      matmul_precision: of the iteration's products. "default" is what an accelerator does fastest with float32 (TF32 on
-        a GPU, one pass of bfloat16 on a TPU), "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds what is
-        multiplied, as Muon's authors do: twice as fast on a GPU.
+      matmul_precision: precision of Newton-Schulz's products. "default" is the accelerator's fastest for float32 (TF32
+        on a GPU, one pass of bfloat16 on a TPU); "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds the
+        operands, as Muon's authors do: twice as fast on a GPU.
       adamw_lr: peak learning rate of the other parameters (`AdamW`, without decay); None: `lr`.
     """
 
@@ -129,14 +128,14 @@ class Muon(Common):
 
     @property
     def adamw(self) -> AdamW:
-        """The rule of the other parameters."""
+        """The AdamW config for parameters that Muon does not update."""
         return AdamW(lr=self.lr if self.adamw_lr is None else self.adamw_lr, b2=0.95, weight_decay=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(Common):
-    """AdamW on everything (Loshchilov & Hutter, arXiv 1711.05101); norms and biases never decay. Defaults: what RL
-    recipes for LLMs use.
+    """AdamW on all parameters (Loshchilov & Hutter, arXiv 1711.05101), without decay of norms and biases. The defaults
+    are common in RL recipes for LLMs.
 
     Attributes:
       b1, b2, eps: decay of the two moments, and the term added to the root of the second.
@@ -152,7 +151,7 @@ class AdamW(Common):
 
     @property
     def adamw(self) -> AdamW:
-        """The rule of all parameters."""
+        """The AdamW config of all parameters: this one."""
         return self
 
 
@@ -182,7 +181,7 @@ _NO_DECAY = re.compile(r"(^|\.)(\w*norm\w*|\w*bias)(\.|$)")
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A key path of `jax.tree_util`, or a tuple of strings, as "layers.mlp.up_proj.kernel".
+    """Joins a key path of `jax.tree_util`, or a tuple of strings, to "layers.mlp.up_proj.kernel".
 
     The last step into an nnx.Variable (`.value`) says nothing about the parameter and is dropped.
     """
@@ -193,7 +192,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def label(path: Sequence[Any] | str, ndim: int) -> str:
-    """Names the rule that updates a parameter: "muon" (a matrix, or a stack of them) or "adamw" (all else).
+    """Names the optimizer that updates a parameter: "muon" (a matrix, or a stack of matrices) or "adamw" (all else).
 
     Embeddings, the head, norms, biases and routers are recognised by name, vectors by `ndim`.
     """
@@ -202,7 +201,7 @@ def label(path: Sequence[Any] | str, ndim: int) -> str:
 
 
 def labels(params: Any) -> Any:
-    """The label of every leaf, as a tree of the same structure. Leaves need `ndim` only: abstract trees will do."""
+    """Maps `label` over a tree of parameters, arrays or abstract ones."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: label(path, leaf.ndim), params)
 
 
@@ -215,10 +214,10 @@ def decays(path: Sequence[Any]) -> bool:
 
 
 def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) -> Callable[[Any], Float[Array, ""]]:
-    """`update index (0, 1, ...) -> lr` as a float32 scalar; traceable. Warm-up never wastes update 0 on lr = 0.
+    """Makes a traceable function from the update's index (0, 1, ...) to lr, a float32 scalar; lr is not 0 at update 0.
 
     Raises:
-      UserError: a decaying schedule whose `total_updates` are not known, or end with the warm-up.
+      UserError: the schedule decays and `total_updates` is not known, or does not exceed the warm-up.
     """
     if cfg.kind != "constant":
         if total_updates is None:

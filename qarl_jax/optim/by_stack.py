@@ -1,28 +1,27 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer update as a program of its own, or one per stack of weights; its state on the devices or on the host.
+"""Optimizer updates group by group of parameters, to save memory, with the state on the devices or on the host.
 
     host    | state 1 | state 2 | state 3 | ...            a float per parameter under Muon, two under AdamW
                  |         ^ 1'      ^ 2'
     device       v 1       | 2       | 3                   masters and gradients stay
 
-The update of one stack of weights does not need the moments of another. So the parameters of a model that is not small
-are dealt into groups, a large leaf alone, others together up to `GROUP_BYTES`, and each group has a program that
-updates masters and moments in place. In a stack it walks the layers: beside its arguments it holds what one layer
-takes, where a single program for all parameters holds a float32 number for each of them. A state that rests on the host
-(`optimizer.offload`) comes to the device group by group and goes back; the next group's arrives, and the last one's
-leaves, while one is updated, so that no more than two groups' moments are there.
+The update of one stack of weights does not need the moments of another. So the parameters of a larger model are divided
+into groups: a large leaf alone, smaller leaves together up to `GROUP_BYTES`. Each group has a program that updates
+masters and moments in place. A stack is updated layer by layer, with temporaries for one layer; a single program for
+all parameters needs a float32 number for each parameter. With `optimizer.offload` each group's moments are copied from
+the host to the device and back. Copies overlap with updates; the device holds moments of at most two groups.
 
-What looks at all leaves is computed once, before or after: the gradients' norm, which clipping goes by and which says
-whether anything moves; the norms of updates and masters, from the squares that each group returns; and the count of
-updates. The random bits of a rounding are those of a leaf's place in the whole.
+Three things need all leaves, and are computed once: the norm of the gradients, which clips and guards the update; the
+norms of updates and masters, from squares that each group returns; and the count of updates. A rounding's random bits
+depend on a leaf's index among all parameters.
 
-Groups depend on the parameters' shapes alone, and the programs are the same ones wherever the state rests, so that no
-number depends on that. One program for all gives other last bits than several: what XLA makes of one leaf's arithmetic
-depends on what stands beside it (a division by a scalar that others use too stays one, alone it becomes a product).
+Groups depend on the parameters' shapes alone, and the programs do not depend on where the state is kept: offloading
+changes no bits. One program for all parameters and several programs differ in last bits, because XLA compiles a leaf's
+arithmetic differently beside other leaves (`leafwise`).
 
 Left out: masters or gradients on the host, and copies by the compiler within a program (memory kinds inside of `jit`),
-which are up to each backend.
+which differ between backends.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ Models below it are updated by one program. Another value is another compilation
 
 
 def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
-    """A frozen dataclass with its `opt_state` in memory of that kind; what was elsewhere is deleted.
+    """Moves the `opt_state` of a frozen dataclass to memory of that kind, and deletes the arrays it had elsewhere.
 
-    Waits for copies, so that neither memory ever holds two. jax.device_put outside of any program, which every
-    backend has.
+    It waits for the copies, so that neither memory holds two states for long. It calls jax.device_put outside of jit,
+    which every backend supports.
     """
     return dataclasses.replace(state, opt_state=_arrived(state.opt_state, _sent(state.opt_state, kind)))
 
@@ -83,10 +82,10 @@ def _arrived(origin: Any, copies: Any) -> Any:
 
 
 def groups_of(params: Any) -> tuple[tuple[int, ...], ...]:
-    """Deals parameters, by number, into groups updated together: neighbours up to `GROUP_BYTES`, a larger leaf alone.
+    """Divides parameters, by index, into groups updated together: neighbours up to `GROUP_BYTES`, a larger leaf alone.
 
     Args:
-      params: a tree of them, abstract or not.
+      params: the tree of parameters, whose leaves may be abstract.
     """
     groups: list[list[int]] = []
     room = 0
@@ -101,7 +100,7 @@ def groups_of(params: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def is_stack(shape: Sequence[int]) -> bool:
-    """Tells whether a leaf that is a group of its own is updated layer by layer."""
+    """Tells from its shape whether a leaf that is alone in its group is updated layer by layer."""
     return len(shape) > 2
 
 
@@ -113,14 +112,15 @@ def _picked(some: Sequence[Any], where: Sequence[int]) -> list[Any]:
 
 
 class Update:
-    """A guarded optimizer update: `update(state, grads)` -> (the state after it, metrics), in one program or several.
+    """An optimizer update `update(state, grads)` -> (new state, metrics) in one or several programs; it skips gradients
+    that are zero or not finite.
 
     `state` is a frozen dataclass with `params`, `opt_state` and `updates`; params and opt_state are donated.
 
     Args:
       optimizer: the arithmetic.
-      describe: (`leafwise.statistics`, count of the updates before it) -> metrics; traceable.
-      offload: leave the state on the host.
+      describe: (`leafwise.statistics`, number of earlier updates) -> metrics; traceable.
+      offload: keep the optimizer state on the host.
     """
 
     def __init__(self, optimizer: Optimizer, describe: Callable[[dict[str, Any], Any], Any], *, offload: bool = False):
@@ -131,27 +131,27 @@ class Update:
         self._programs: dict[Any, list[Any]] = {}
 
     def whole(self, state: Any, grads: Any, keep: Any = True) -> tuple[Any, Any]:
-        """The update as one program, or as a part of one. keep: bool scalar; false: the state stays as it is."""
+        """Computes the update of all parameters; call it under jit. keep: bool scalar; false skips the update."""
         params, opt_state, stats = leafwise.update(self.optimizer, grads, state.opt_state, state.params, keep)
         count = state.updates + stats["moved"].astype(jnp.int32)
         after = dataclasses.replace(state, params=params, opt_state=opt_state, updates=count)
         return after, self.describe(stats, state.updates)
 
     def placed(self, state: Any) -> Any:
-        """`state` with its `opt_state` where it rests."""
+        """Moves the `opt_state` of `state` to the memory where it is kept between updates, host or device."""
         return moved_to("pinned_host" if self.offload else "device", state)
 
     def resting(self, state: Any) -> Any:
-        """`placed` of an abstract state."""
+        """Returns an abstract state with the shardings that `placed` gives a state."""
         if not self.offload:
             return state
         return dataclasses.replace(state, opt_state=jax.tree.map(lambda x: _kept(x, "pinned_host"), state.opt_state))
 
     def compile_ahead(self, state: Any, grads: Any) -> list[jax.stages.Compiled]:
-        """Compiles what a call with such a state and such gradients runs; those programs.
+        """Compiles and returns the programs of a call with such a state and such gradients.
 
         Args:
-          state, grads: abstract, with their shardings; the state as `resting` gives it.
+          state, grads: abstract arrays with shardings; the state as `resting` returns it.
         """
         there = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: _kept(x, "device"), state.opt_state))
         groups = groups_of(state.params)
@@ -202,7 +202,7 @@ class Update:
     # ---- compiling, and the walk -------------------------------------------------------------------------------------
 
     def programs(self, state: Any) -> list[Any]:
-        """Jits `_group_fn` for each group, in place of masters and moments."""
+        """Makes a jitted program for each group, which updates masters and moments in place; programs are cached."""
         params, moments = jax.tree.leaves(state.params), leafwise.moments_of(state.params, state.opt_state)
         places = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), (params, moments))
         groups, leaves = groups_of(state.params), self.optimizer.leaves(state.params)

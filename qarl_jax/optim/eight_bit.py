@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer moments in eight bits: a code per element, a float32 scale per block of 256 along the last axis.
+"""Eight-bit formats for optimizer moments: a code per element, a float32 scale per block of 256 along the last axis.
 
     x [..., K]  ->  codes [..., K], one byte each;  scale [..., ceil(K / 256)]:  x ~ scale * level(code)
 
 The scale is the block's largest absolute value (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv
-2110.02861, sec. 2.1): an outlier spoils its own block only, and a block that decays as a whole decays exactly, in its
-scale. 1.016 bytes per element. The last block is short where 256 does not divide K; nothing is padded at rest, so that
-codes lie on a mesh as their parameter does.
+2110.02861, sec. 2.1): an outlier coarsens only its block, and a block that decays as a whole decays exactly, in its
+scale. An element takes 1.016 bytes. The last block is short where 256 does not divide K; stored codes are not padded,
+so that they are sharded as their parameter is.
 
-Three grids of levels in [-1, 1], one for each thing an optimizer keeps:
+Three grids of levels in [-1, 1] serve the three kinds of moments:
 
   LINEAR    n / 127, to nearest. Muon's momentum: its error counts against the norm of the whole matrix, and Muon is
             known to bear a linear grid where AdamW does not (Gupta et al., arXiv 2509.23106).
@@ -55,10 +55,10 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Levels of a code's magnitude, from 0 or the smallest one to 1.
+    """A grid of magnitudes, the levels, from 0 or the smallest positive level to 1.
 
     Attributes:
-      dtype: of the codes, "int8" (sign and magnitude) or "uint8".
+      dtype: dtype of the codes, "int8" (sign and magnitude) or "uint8".
       top: the code of level 1.
       octaves: log2 of the ratio of level 1 to the smallest positive level, evenly spaced in the logarithm; 0: linear.
     """
@@ -69,23 +69,23 @@ class Grid:
 
     @property
     def signed(self) -> bool:
-        """Tells whether there are negative levels, and a zero between."""
+        """Tells whether the grid has negative levels and a zero."""
         return self.dtype == "int8"
 
     @property
     def step(self) -> float:
-        """Octaves between neighbouring levels."""
+        """The distance of neighbouring levels in octaves."""
         return self.octaves / (self.top - self.signed)
 
     def level(self, code: Float[Array, "*S"]) -> Float[Array, "*S"]:
-        """Magnitudes of codes 0 .. top, given as float32."""
+        """Converts codes 0 .. top, given as float32, to levels."""
         if not self.octaves:
             return code / self.top
         level = jnp.exp2((code - self.top) * self.step)
         return jnp.where(code > 0, level, 0.0) if self.signed else level
 
     def place(self, y: Float[Array, "*S"]) -> Float[Array, "*S"]:
-        """The code whose level is y, as a real number."""
+        """Converts a magnitude y to the real-valued code whose level is y: the inverse of `level`."""
         return self.top + jnp.log2(y) / self.step if self.octaves else y * self.top
 
 
@@ -106,12 +106,12 @@ def _spread(scale: Float[Array, "*S G"], size: int) -> Float[Array, "*S K"]:
 
 
 def encode(x: Float[Array, "*S K"], grid: Grid, seed: Any = None) -> Blocks:
-    """float32 -> codes and scales.
+    """Quantizes float32 numbers to codes and scales.
 
     Args:
       x: [..., K] float32; not negative where the grid is unsigned.
       grid: LINEAR, SIGNED or UNSIGNED.
-      seed: uint32 scalar, another one for every rounding: stochastic rounding. None: to the nearest level.
+      seed: uint32 scalar for stochastic rounding, different for every call; None: round to the nearest level.
     """
     size = x.shape[-1]
     blocks = -(-size // BLOCK)
@@ -128,7 +128,7 @@ def encode(x: Float[Array, "*S K"], grid: Grid, seed: Any = None) -> Blocks:
 
 
 def decode(blocks: Blocks, grid: Grid) -> Float[Array, "*S K"]:
-    """Codes and scales -> float32."""
+    """Dequantizes codes and scales to float32."""
     code = blocks.codes.astype(jnp.float32)
     level = jnp.sign(code) * grid.level(jnp.abs(code)) if grid.signed else grid.level(code)
     return level * _spread(blocks.scale, code.shape[-1])

@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The update of one parameter, and of any number of them: the same function for a whole model, a group, a layer.
+"""Optimizer updates parameter by parameter: one function updates a whole model, a group of leaves or one layer.
 
     gradient ──► float32 ──► clipped ──► Muon's direction, or AdamW's ──► + decay ──► x -lr ──► master, rounded once
                                           moments, in the dtype they are stored in
 
-A parameter's update follows from its own gradient, master and moments, from the number of updates before, and from the
-norm of all gradients, which clipping goes by and which says whether anything moves. So parameters may be updated
-together in one program, or in groups (`by_stack`), or a stack of layers one after the other: the arithmetic is the
-same. Its last bits may not be: what XLA makes of one parameter's arithmetic depends on what stands beside it.
+A parameter's update depends on its gradient, master and moments, the number of earlier updates, and the norm of all
+gradients, for clipping (a norm of 0 or NaN skips the update). So parameters can be updated in one program, in groups
+(`by_stack`), or layer by layer, by one formula. The last bits may differ, because XLA compiles a parameter's arithmetic
+differently beside other parameters.
 
-Scalars that several parameters share (learning rates, AdamW's bias corrections) are computed once per program: a
-division by a scalar that others use too stays a division, alone it becomes a product.
+Scalars that several parameters share (learning rates, AdamW's bias corrections) are computed once per program: XLA
+keeps a division by a scalar with several users, and turns one with a single user into a product.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _MASTERS = 1 << 16  # first number of masters' seeds: moments, which have those 
 
 
 class Leaf(NamedTuple):
-    """The optimizer's rule for one parameter, and the parameter's place.
+    """The static facts of one parameter that its update needs.
 
     Attributes:
       rule: "muon" or "adamw" (`build.label`).
       decays: whether weight decay applies.
-      number: its place among the parameters of its rule; it seeds the rounding of eight-bit moments.
-      place: its place among all parameters; it seeds the rounding of the master.
+      number: its index among the parameters with this rule; it seeds the rounding of low-bit moments.
+      place: its index among all parameters; it seeds the rounding of the master.
     """
 
     rule: str
@@ -50,11 +50,12 @@ class Leaf(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of an optimizer: `count`, int32, updates so far; and trees like the parameters, with holes.
+    """The state of an optimizer. Its trees have the parameters' structure; a parameter without a moment has an
+    `optax.MaskedNode` there.
 
     Attributes:
-      momentum: Muon's.
-      mu, nu: AdamW's first and second moments.
+      count: int32, updates so far.
+      momentum: Muon's momentum. mu, nu: AdamW's first and second moments.
     """
 
     count: Any
@@ -67,10 +68,10 @@ class Scalars(NamedTuple):
     """The numbers that all parameters of an update share.
 
     Attributes:
-      updates: int32, those before this one.
-      lr: float32 by rule.
+      updates: int32, the number of earlier updates.
+      lr: the negative learning rate by rule, float32.
       corrections: AdamW's bias corrections, 1 - b1^t and 1 - b2^t.
-      norm: float32, of all gradients, which clipping goes by.
+      norm: float32, the norm of all gradients, for clipping.
     """
 
     updates: Array
@@ -80,11 +81,11 @@ class Scalars(NamedTuple):
 
 
 class Optimizer:
-    """Muon or AdamW: the moments of a tree of masters, and the update of one of them.
+    """Muon or AdamW: makes the moments of a tree of masters, and updates one master at a time.
 
     Args:
       cfg: `build.Muon` or `build.AdamW`.
-      total_updates: length of the run in updates, where a decaying schedule names no end of its own.
+      total_updates: number of updates of the run, at which a decaying schedule ends.
     """
 
     def __init__(self, cfg: build.Config, total_updates: int | None = None):
@@ -98,7 +99,7 @@ class Optimizer:
             )
 
     def leaves(self, params: Any) -> list[Leaf]:
-        """A `Leaf` for every parameter of a tree, abstract or not."""
+        """Makes a `Leaf` for every parameter of a tree, whose leaves may be abstract."""
         out, seen = list[Leaf](), dict[str, int]()
         for place, (path, param) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
             rule = build.label(path, param.ndim) if "muon" in self._schedules else "adamw"
@@ -107,7 +108,7 @@ class Optimizer:
         return out
 
     def init(self, params: Any) -> State:
-        """The state before the first update. Traceable; `leafwise.init` says where its arrays lie."""
+        """Makes the state before the first update. It can be traced by jit; `leafwise.init` also places its arrays."""
 
         def zeros(dtype: MomentDtype, grid: eight_bit.Grid, param: Any, is_few: bool) -> Any:
             if dtype == "int8":
@@ -130,7 +131,7 @@ class Optimizer:
         return with_moments(params, jnp.zeros((), jnp.int32), made)
 
     def scalars(self, count: Array, norm: Array) -> Scalars:
-        """Computes the numbers that update `count` shares, from `clipping_norm` of all gradients."""
+        """Computes the `Scalars` of update number `count` from `norm`, the `clipping_norm` of all gradients."""
         lr = {rule: -1 * schedule(count) for rule, schedule in self._schedules.items()}
         return Scalars(count, lr, self._corrections(count), norm)
 
@@ -142,10 +143,10 @@ class Optimizer:
     def step(
         self, leaf: Leaf, scalars: Scalars, grad: Array, param: Array, moments: tuple[Any, Any, Any], first: Any = None
     ) -> tuple[Array, tuple[Any, Any, Any]]:
-        """One parameter's update, float32, and its moments after it.
+        """Computes one parameter's update, float32, and its new moments.
 
         Args:
-          first: uint32 scalar; what is given begins at this element of the parameter (some layers of a stack).
+          first: uint32 scalar: number of the parameter's element at which `param` begins, if it is a slice of layers.
         """
         grad, param = grad.astype(jnp.float32), param.astype(jnp.float32)
         bound = self.cfg.clip_norm
@@ -195,10 +196,10 @@ def _decoded(stored: Any, grid: eight_bit.Grid) -> Array:
 
 
 def moments_of(params: Any, state: State) -> list[tuple[Any, Any, Any]]:
-    """(momentum, mu, nu) of every parameter, as stored; a `Blocks` is one moment, and a hole is what it lacks.
+    """Lists (momentum, mu, nu) of every parameter, as stored; a moment that it lacks is an `optax.MaskedNode`.
 
     Args:
-      params: any tree like the parameters. state: around them, abstract or not.
+      params: any tree with the parameters' structure. state: their state, which may be abstract.
     """
     structure: Any = jax.tree.structure(params)
     momentum, mu, nu = (structure.flatten_up_to(tree) for tree in state[1:])
@@ -206,13 +207,13 @@ def moments_of(params: Any, state: State) -> list[tuple[Any, Any, Any]]:
 
 
 def with_moments(params: Any, count: Any, moments: Sequence[tuple[Any, Any, Any]]) -> State:
-    """The state that has these `moments_of`."""
+    """Makes a `State` of a count and a list of (momentum, mu, nu): the inverse of `moments_of`."""
     structure = jax.tree.structure(params)
     return State(count, *(jax.tree.unflatten(structure, [each[kind] for each in moments]) for kind in range(3)))
 
 
 def state_shardings(abstract_state: State, params: Any) -> State:
-    """Places each leaf of an optimizer state: with the parameter it belongs to, or, for the count, everywhere.
+    """Returns the shardings of an optimizer state: moments are sharded as their parameter, the count is replicated.
 
     Args:
       abstract_state: `jax.eval_shape(optimizer.init, params)`.
@@ -242,7 +243,7 @@ def _of_scales(place: Any, shape: Sequence[int]) -> Any:
 
 
 def init(optimizer: Optimizer, params: Any) -> State:
-    """A fresh optimizer state, each moment born in its parameter's sharding (a plain jit replicates zeros)."""
+    """Makes a fresh optimizer state, with each moment in its parameter's sharding (a plain jit would replicate it)."""
     shardings = state_shardings(jax.eval_shape(optimizer.init, params), params)
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
@@ -251,7 +252,7 @@ def init(optimizer: Optimizer, params: Any) -> State:
 
 
 def clipping_norm(grads: Any) -> Float[Array, ""]:
-    """The global norm that clipping goes by."""
+    """Computes the global norm of gradients by optax's formula, for clipping."""
     return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
 
 
@@ -266,17 +267,17 @@ def root(sums: Any) -> Float[Array, ""]:
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """Euclidean norm over all leaves, summed in float32. NaN or infinite as soon as one entry is."""
+    """Computes the Euclidean norm over all leaves in float32; it is NaN or infinite if any entry is."""
     return root(squares(tree))
 
 
 def norms(grads: Any) -> tuple[Array, Array]:
-    """(`global_norm`, `clipping_norm`) of all gradients."""
+    """Computes (`global_norm`, `clipping_norm`) of all gradients."""
     return global_norm(grads), clipping_norm(grads)
 
 
 def select(condition: Any, new: Any, old: Any) -> Any:
-    """Leaf by leaf, `new` where the scalar `condition` holds and `old` elsewhere: a bad step leaves no trace."""
+    """Returns the tree `new` if the scalar `condition` holds, else `old`, so that a skipped update changes nothing."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
@@ -290,11 +291,11 @@ def asked(
     grads: Sequence[Array],
     first: Any = None,
 ) -> tuple[list[Array], list[tuple[Any, Any, Any]]]:
-    """`Optimizer.step` of some masters, in one order: (float32 updates, moments after them), whatever the gradient is.
+    """Computes (float32 updates, new moments) of some masters by `Optimizer.step`, without a check of the gradient.
 
     Args:
-      count: int32, updates before this one.
-      norm: `clipping_norm` of all gradients, of which these are a part.
+      count: int32, number of earlier updates.
+      norm: `clipping_norm` of all gradients of the model, not of `grads` alone.
       first: as in `Optimizer.step`.
     """
     scalars = optimizer.scalars(count, norm)
@@ -313,17 +314,17 @@ def advance(
     grads: Sequence[Array],
     first: Any = None,
 ) -> tuple[list[Array], list[tuple[Any, Any, Any]], tuple[list[Array], list[Array]]]:
-    """Guarded updates of some masters, added in float32 and rounded to each master's dtype. Pure.
+    """Updates some masters in float32 and rounds them to their dtypes, unless the gradient is zero or not finite.
 
-    A gradient that is not finite changes neither masters nor moments; the caller sees its norm and decides to stop. Nor
-    does one that is zero: every source of signal is gone, and momentum and weight decay must not move on.
+    A gradient that is not finite changes neither masters nor moments; the caller sees its norm and decides to stop. A
+    gradient of zero changes nothing either: without a signal, momentum and weight decay must not move masters.
 
     Args:
-      norms: of all gradients, the `norms`.
+      norms: `norms` of all gradients of the model.
       leaves, count, params, moments, grads, first: as in `asked`.
 
     Returns:
-      (masters, moments, `squares` of what was to be added and of the masters before).
+      (masters, moments, (`squares` of the computed updates, `squares` of the masters before)).
     """
     updates, stored = asked(optimizer, leaves, count, norms[1], params, moments, grads, first)
 
@@ -339,7 +340,7 @@ def advance(
 
 
 def counted(count: Array, grad_norm: Array) -> Array:
-    """The count after an update whose gradients have this norm."""
+    """Returns the count of updates after one whose gradients have this norm; 0 and NaN do not count."""
     return jnp.where(_moves(grad_norm), optax.safe_increment(count), count)
 
 
@@ -348,11 +349,11 @@ def _moves(grad_norm: Array) -> Array:
 
 
 def statistics(grad_norm: Any, of_updates: Any, of_params: Any) -> dict[str, Any]:
-    """The statistics of an update: float32 scalars `grad_norm` (before clipping) and `update_norm` (0 where nothing
-    moved), bool scalars `finite` and `moved`, and `squares`, two trees of float32 scalars like the parameters.
+    """Computes the statistics of an update: float32 scalars `grad_norm` (before clipping) and `update_norm` (0 if it
+    was skipped), and bool scalars `finite` and `moved`. `squares` are two trees of float32 scalars like the parameters.
 
     Args:
-      of_updates, of_params: the `squares` of what was to be added to each parameter, and of itself before.
+      of_updates, of_params: `squares` of the computed updates, and of the parameters before.
     """
     moved = _moves(grad_norm)
     return {
@@ -367,10 +368,10 @@ def statistics(grad_norm: Any, of_updates: Any, of_params: Any) -> dict[str, Any
 def update(
     optimizer: Optimizer, grads: Any, state: State, params: Any, keep: Any = True
 ) -> tuple[Any, State, dict[str, Any]]:
-    """`advance` of all masters. Pure; safe to jit with `state` and `params` donated.
+    """Updates all masters by `advance`. It can be jitted with `state` and `params` donated.
 
     Args:
-      keep: bool scalar; where it is false nothing moves, as under a gradient of zero.
+      keep: bool scalar; if it is false the update is skipped, as under a gradient of zero.
 
     Returns:
       (params, state, `statistics`).

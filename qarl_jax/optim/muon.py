@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's direction for stacked weight matrices.
+"""Muon's update direction for stacked weight matrices: momentum, orthogonalized by Newton-Schulz iterations.
 
 Muon (K. Jordan, 2024; "Muon is scalable for LLM training", arXiv 2502.16982) replaces a weight matrix's momentum by
 (nearly) the closest orthogonal matrix. For W [N, K] with gradient g, lr, momentum b and decay wd:
@@ -16,14 +16,13 @@ singular values. The scale is that of arXiv 2502.16982, eq. 4: an update's RMS i
 lr of 1e-6 is an AdamW-scale lr. Jordan's own, sqrt(max(1, N / K)), needs an lr near 0.02: at 1e-6 a 4096-wide matrix
 moves 1.6e-8 per step, which freezes a quantized policy.
 
-What we hold to, and why:
+Decisions, and their reasons:
 
-  * A few matrices at a time. Weights are stacked [L, N, K] or [L, E, N, K]; the iteration walks the leading dimensions
-    in a loop (`jax.lax.map`) that takes `TOGETHER` elements in a step: a large matrix alone, eight experts of
-    Qwen3-30B-A3B's, because a kernel for each of its 18,432 would leave a GPU idle. optax.contrib.muon vmaps all: for
-    36 layers of [12288, 4096] its [36, 4096, 4096] Gram matrices would take 2.4 GB, three times over. It is our oracle
-    in tests.
-  * Float32 iterates. Products of bfloat16 (`matmul_precision`) move the update by 1-2 %, as those of Muon's authors do.
+  * A few matrices at a time. Weights are stacked [L, N, K] or [L, E, N, K]. A loop over the leading dimensions
+    (`jax.lax.map`) takes up to `TOGETHER` elements in a step: a large matrix alone, or eight experts of Qwen3-30B-A3B,
+    whose 18,432 matrices would leave a GPU idle one by one. optax.contrib.muon vmaps all: for 36 layers of
+    [12288, 4096] its [36, 4096, 4096] Gram matrices would take 2.4 GB, three times over. Tests compare with it.
+  * Float32 iterates. Products of bfloat16 (`matmul_precision`), which Muon's authors use, change the update by 1-2 %.
 
 Left out: bias correction of the momentum (the iteration is scale-invariant; only the Nesterov mix of the first ~20
 steps would change) and QK-clip (a pre-training remedy).
@@ -62,7 +61,7 @@ together decides speed and, in the last bits of a product, numbers."""
 
 
 def orthogonalize(u: Float[Array, "N K"], *, precision: Precision = "highest") -> Array:
-    """Newton-Schulz: singular values of `u` [N, K] go to about 1, its singular vectors stay. Returns float32 [N, K].
+    """Orthogonalizes `u` [N, K] by Newton-Schulz: singular values become about 1, singular vectors stay. Float32.
 
     The iteration runs on the side with fewer rows, so that its Gram matrix is min(N, K) square. Zero stays zero.
     """
@@ -96,8 +95,8 @@ def _walked(function: Callable[..., Any], *stacks: Any) -> Any:
 
 
 def _each_its_experts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that walks matrices; on a mesh, of stacks of experts [L, E, N, K] that are spread by the expert, each
-    device walks its own: the partitioner would have every device walk them all."""
+    """Wraps a function that loops over matrices. On a mesh that shards stacks of experts [L, E, N, K] by the expert,
+    each device loops over its experts alone; XLA's partitioner would make every device loop over all."""
 
     def call(*stacks: Any) -> Any:
         shape, mesh = jax.tree.leaves(stacks)[0].shape, jax.sharding.get_abstract_mesh()
@@ -122,9 +121,9 @@ def step(
     """Computes Muon's step for a stack of matrices.
 
     Args:
-      grad: float32; leading dimensions are walked.
+      grad: float32, with any leading dimensions.
       stored: the momentum before the step, float32, bfloat16 or `Blocks`.
-      momentum, nesterov, precision: as `build.Muon` has them.
+      momentum, nesterov, precision: as in `build.Muon`.
 
     Returns:
       The scaled orthogonal directions in float32, and the momentum after the step, in the format of `stored`.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.qat`."""
+"""Runs `python -m qarl_jax.qat` (`command.py`)."""
 
 from qarl_jax.qat.command import main
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Block-wise progressive training (Bit-by-Bit, arXiv 2604.07888): a layer at a time, one scheme after the other.
+"""Block-wise progressive training (Bit-by-Bit, arXiv 2604.07888): one layer at a time, one scheme after the other.
 
     x_full ──► layer in full precision ──► target           loss = |layer_low(x_low) - target|^2 / |target|^2
     x_low  ──► the same layer, low-bit ──► output           per token, then the mean over tokens
@@ -9,16 +9,16 @@
         for each scheme (w8 -> w4 -> w2, then activations):  epochs over all rows, a fresh optimizer
         x_full, x_low = target, the trained layer's output
 
-Inputs come from the quantized prefix, so a layer also makes good what the layers before it have lost.
+A layer's inputs come from the quantized layers before it, so it also learns to correct their errors.
 
-**Our reading.** A layer goes through all schemes before the next layer begins, so that its prefix is as it will be
-served; every second-hand description leaves open whether the whole model goes through a scheme first. Masters pass from
-scheme to scheme. The error is relative per token: in plain squares a few tokens with activations a thousand times as
-large as the others' outweigh all of the rest.
+**Our reading.** A layer goes through all schemes before the next layer begins, so that it is trained on the outputs of
+the final layers before it. The descriptions that we know leave open whether the whole model goes through a scheme
+first. Each scheme starts from the masters of the one before. The error is relative per token, because in plain squares
+a few tokens with activations a thousand times larger would outweigh all others.
 
-**Memory.** One layer with its optimizer, and the rows of one update. What flows between layers lies in files, one
-tensor [2, T, D] per row: the two tensors of `Transformer.through`. A GPU or TPU holds it in its memory where that takes
-a quarter at most; files are then written every `Job.every` updates, and a killed run repeats what came after them.
+**Memory.** Training needs memory for one layer with its optimizer, and for the rows of one update. Layers' inputs are
+kept in files, one tensor [2, T, D] per row: the two tensors of `Transformer.through`. A GPU or TPU holds them in memory
+if they take at most a quarter of it; files are then written every `Job.every` updates, from which a killed run resumes.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ only has the held-out rows."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that the training of all blocks depends on.
+    """The inputs of the training of all layers.
 
     Attributes:
-      model: its folder. config: in full precision.
-      stages: rules of the schemes, in order; the last one is served.
-      widths: as in `Trainer`; the narrowest is the prefix of the layers behind.
-      splitting: of outlier channels, which a layer's training begins with; None: none.
+      model: the model's folder. config: its config, in full precision.
+      stages: rules of the schemes, in order; the result is meant for the last one.
+      widths: as in `Trainer`; later layers are trained on the outputs of earlier layers at the narrowest width.
+      splitting: splitting of outlier channels, done before a layer is trained; None: none.
       train, heldout: rows [R, T] and [H, T] int32.
-      optimizer: its config, for each stage anew. plan: of a stage.
+      optimizer: the optimizer's config; its state is fresh in each stage. plan: the updates of a stage.
       every: updates between checkpoints.
-      work: folder for what is in progress.
+      work: folder for work in progress.
     """
 
     model: str
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def served(self) -> Any:
-        """Rules of the scheme that the trained layers run under: the last one, at its narrowest width."""
+        """The rules of the scheme under which trained layers run: the last stage, at its narrowest width."""
         return self.stages[-1].at_width(min(self.widths)) if self.widths else self.stages[-1]
 
     @property
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def updates(self) -> int:
-        """Updates of all blocks and stages."""
+        """The number of updates in all layers and stages."""
         return self.config.num_layers * len(self.stages) * self.plan.updates
 
 
@@ -141,12 +141,12 @@ def _sum(stream: jax.Array) -> jax.Array:
 
 @jax.jit
 def as_stored(params: nnx.State) -> nnx.State:
-    """Masters as the folder has them: rounded to bfloat16, in their own dtype."""
+    """Rounds masters to bfloat16 values, which the folder stores, and keeps their dtype."""
     return jax.tree.map(lambda x: round_to(x, dtype_in(x, jnp.bfloat16)).astype(x.dtype), params)
 
 
 def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
-    """|output - target|^2 / |target|^2 of each token, and of these the mean."""
+    """Computes |output - target|^2 / |target|^2 of each token, and returns the mean over tokens."""
     ours, theirs = _sum(stream), _sum(target)
     return jnp.mean(jnp.sum((ours - theirs) ** 2, -1) / (jnp.sum(theirs**2, -1) + 1e-12))
 
@@ -180,7 +180,7 @@ _WRITTEN = 64  # rows that leave the device at once
 
 
 class Progress:
-    """The files of a training in progress: what is finished, with sums of its files.
+    """The files of a training in progress, and the record of finished layers.
 
         progress.json               the finished layers' records; size and CRC-32 of every file that is needed
         00007.weights.safetensors   a finished layer, bfloat16
@@ -202,11 +202,11 @@ class Progress:
                 raise UserError(f"{work} cannot be gone on with: {error} Start over with --force.") from None
 
     def path(self, layer: int, kind: str) -> pathlib.Path:
-        """The file of a layer."""
+        """Returns the path of a layer's file; kind: "weights", or a stream of `STREAMS`."""
         return self.work / f"{layer:05d}.{kind}.safetensors"
 
     def finish(self, records: Sequence[dict[str, Any]], layer: int) -> None:
-        """Notes that all files up to the input of `layer` are there; then removes the inputs of the layers before."""
+        """Records that all files up to the inputs of `layer` are written, and removes the inputs of earlier layers."""
         self.layers += records
         kept = [self.path(layer, stream) for stream in STREAMS] + [self.path(i, "weights") for i in range(layer)]
         known = {path.name: self.files.get(path.name) or on_disk.fingerprint(path) for path in kept}
@@ -228,7 +228,7 @@ def _write_rows(path: pathlib.Path, rows: Sequence[int], like: Any, batches: Ite
 
 
 class Rows:
-    """A stream's rows, read from a file as they are asked for, or all held in the device's memory.
+    """The rows of a stream (layer inputs), read from a file on demand or held in the device's memory.
 
     Args:
       path: the file.
@@ -243,13 +243,13 @@ class Rows:
         self.whole = self._read(self.numbers) if held else None
 
     def __call__(self, rows: Sequence[int]) -> jax.Array:
-        """[B, 2, T, D]."""
+        """Reads rows by number: [B, 2, T, D]."""
         if self.whole is None:
             return self._read(rows)
         return _taken(self.whole, np.asarray(rows) - self.numbers[0])
 
     def behind(self, layer: Callable[[jax.Array], jax.Array], batch: int, path: pathlib.Path) -> Rows:
-        """The rows behind a layer: in a file, or in the place of the held ones."""
+        """Runs all rows through a layer; writes the outputs to a file, or replaces the held rows, and returns them."""
         if self.whole is None:
             made = (np.asarray(layer(self(some))) for some in batches(self.numbers, batch))
             _write_rows(path, self.numbers, self.like, made)
@@ -259,14 +259,14 @@ class Rows:
         return self
 
     def save(self, rows: Sequence[int], path: pathlib.Path) -> None:
-        """Writes some of held rows to a file."""
+        """Writes some rows to a file, if rows are held in memory; otherwise they are in a file already."""
         if self.whole is not None:
             parts = (np.asarray(self(some)) for some in batches(rows, _WRITTEN))
             _write_rows(path, rows, self.like, parts)
 
 
 def batches(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yields `size` rows at a time."""
+    """Yields the row numbers in batches of `size`."""
     yield from (rows[at : at + size] for at in range(0, len(rows), size))
 
 
@@ -274,12 +274,12 @@ def batches(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 class Blocks:
-    """The training of a model's blocks, in the state that its files are in.
+    """Trains a model's layers one by one, resuming from the files in `Job.work`.
 
     Args:
-      job: what to do.
+      job: the inputs.
       task: counts updates (`progress.Task`).
-      say: prints a line.
+      say: function that prints a line.
     """
 
     def __init__(self, job: Job, task: Any, say: Callable[[str], None] = print):
@@ -372,7 +372,7 @@ class Blocks:
         )
 
     def tail(self) -> tuple[jax.Array, jax.Array]:
-        """The head in the compute dtype, and the final norm's gains."""
+        """Returns the output head in the compute dtype, and the final norm's gains in float32."""
         config, names = self.job.config, hf_names(self.job.config)
         head_name = str(names["embed.kernel" if config.tie_embeddings else "head.kernel"])
         table = self.checkpoint.tensor(head_name, (config.vocab_size, config.hidden_size))
@@ -380,7 +380,7 @@ class Blocks:
         return jnp.asarray(table, config.compute_dtype), jnp.asarray(norm, jnp.float32)
 
     def perplexities(self) -> dict[str, float]:
-        """Held-out perplexity of each stream behind the last layer: full precision, trained, merely rounded."""
+        """Computes held-out perplexities of the full-precision, the trained, and the only rounded model."""
         config = self.job.config
         head, norm = self.tail()
         out = {}
@@ -394,7 +394,7 @@ class Blocks:
         return out
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The trained model's tensors, bfloat16, in `checkpoint_order`; what is outside the layers is the model's."""
+        """Yields the trained model's bfloat16 tensors in `checkpoint_order`; only layers differ from the model's."""
         config, dtype = self.job.trained, np.dtype(jnp.bfloat16)
         files = [safetensors.SafetensorsFile(self.progress.path(i, "weights")) for i in range(config.num_layers)]
         trained = {name: file for file in files for name in file.entries}

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.qat FILE [section.field=value ...]`: quantization-aware training, so that rounding loses little.
 
-Layers of a model folder are trained one at a time, through ever coarser schemes, on any text or on the model's own
-(`blocks.py`); then, with `distill`, all at once (`distill.py`). The result is a Hugging Face folder of bfloat16
-masters. Rounded under the last scheme of `stages` they are the trained policy: RL starts from it with `model.path`,
-and `qarl export --model` writes its codes.
+Layers of a model folder are trained one at a time, through ever coarser schemes, on any text or on text sampled from
+the model (`blocks.py`); then, with `distill`, all at once (`distill.py`). The result is a Hugging Face folder of
+bfloat16 masters, trained to be quantized under the last scheme of `stages`. RL starts from it with `model.path`, and
+`qarl export --model` writes its codes.
 
-Everything in progress lies in OUT.work. The same command goes on from there, to the same bits.
+Work in progress is kept in OUT.work. The same command resumes it, with equal bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Model:
     """The model to quantize.
 
     Attributes:
-      path: its Hugging Face folder, tokenizer included.
+      path: the model's Hugging Face folder, with its tokenizer.
       dtype: compute dtype. Masters are float32.
     """
 
@@ -55,11 +55,11 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """The rows of tokens.
+    """The number and length of rows of tokens.
 
     Attributes:
-      rows: to train on. row_len: tokens of each.
-      heldout: rows that perplexity is measured on, at most.
+      rows: number of training rows. row_len: tokens per row.
+      heldout: number of held-out rows for perplexity, at most.
     """
 
     rows: int = 256
@@ -73,11 +73,11 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """The updates of a layer under one scheme, or with `distill` those of the model.
+    """The training of one layer under one scheme, or, in section `distill`, of the whole model.
 
     Attributes:
-      epochs: visits of each row. batch: rows of an update.
-      optimizer: starts anew with every layer and scheme.
+      epochs: number of passes over all rows. batch: rows per update.
+      optimizer: the optimizer, with a fresh state for every layer and scheme.
     """
 
     epochs: int = 2
@@ -92,18 +92,18 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The run.
+    """The config of `python -m qarl_jax.qat`.
 
     Attributes:
       out: folder for the result.
-      data: text to train on, by the sources of `data`; null: the model writes it.
-      stages: schemes in order ("w2a16_asym:g64"); the last one is served.
-      widths: of the slices of `w8a16_asym` that every loss is the mean over ([8, 4, 2]), and that are all served
-        from one folder; (): the scheme's own width alone.
-      split: share of its inputs that the last layer's linear maps duplicate, so that outliers are shared out between
-        two weights; the share grows linearly with depth, from none in the first layer. 0: no splitting.
-      train: of each layer under each scheme; null: none, so that `distill` begins with the model.
-      distill: of all layers under the last scheme, behind it; null: none.
+      data: training text, by a source of `data`; null: text sampled from the model.
+      stages: schemes in order ("w2a16_asym:g64"); the result is meant for the last one.
+      widths: bit widths of `w8a16_asym` over which every loss is averaged ([8, 4, 2]), so that one folder serves all
+        of them; (): the scheme's width alone.
+      split: share of inputs that the last layer's linear maps duplicate, so that two weights share an outlier
+        (`quant/splitting.py`); the share grows linearly with depth, from none in the first layer. 0: no splitting.
+      train: training of each layer under each scheme; null: none, so that `distill` starts from the model.
+      distill: training of all layers under the last scheme, after `train`; null: none.
       save_every: updates between checkpoints.
     """
 
@@ -146,22 +146,22 @@ class Config:
 
     @property
     def parts(self) -> dict[str, Train]:
-        """The sections of what learns, by name."""
+        """The sections `train` and `distill` that are not null, by name."""
         both = {"train": self.train, "distill": self.distill}
         return {name: part for name, part in both.items() if part is not None}
 
     def plan(self, part: Train) -> Plan:
-        """The updates of a part."""
+        """Returns the schedule of updates of a section."""
         return Plan(rows=self.text.rows, batch=part.batch, epochs=part.epochs, seed=self.seed)
 
     @property
     def work(self) -> pathlib.Path:
-        """The folder of what is in progress."""
+        """The folder for work in progress, OUT.work."""
         return pathlib.Path(self.out + ".work")
 
 
 def start_over(cfg: Config) -> None:
-    """Removes what is in progress."""
+    """Removes work in progress."""
     shutil.rmtree(cfg.work, ignore_errors=True)
 
 
@@ -215,7 +215,7 @@ def _check_weights(config: models.ModelConfig, stages: Sequence[Any]) -> None:
 
 
 def run(cfg: Config) -> None:
-    """Trains and writes the folder."""
+    """Trains the model of a config, or resumes it, and writes the resulting folder."""
     made.check_ours(cfg.out, RECEIPT)
     job = _job(cfg)
     updates = job.updates if cfg.train is not None else 0
@@ -275,7 +275,7 @@ def _distill(
 @entry_point
 @progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the command line, and returns the exit code."""
     try:
         return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over)
     except KeyboardInterrupt:

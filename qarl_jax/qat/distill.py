@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""End-to-end distillation: all layers of the quantized model learn the full-precision model's distribution.
+"""End-to-end distillation: trains all layers of the quantized model to match the full-precision model's distribution.
 
     loss = mean over positions of KL(p_full || p_low) = sum_v p_full(v) (log p_full(v) - log p_low(v))
 
-over the whole vocabulary. Embedding, final norm and head are the teacher's and do not learn, as in the blocks.
+over the whole vocabulary. Embedding, final norm and head are the teacher's and are not trained, as in `blocks.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK = 1024  # positions whose logits exist at once
 def kl(
     low: Float[Array, "P D"], full: Float[Array, "P D"], head: Float[Array, "V D"], chunk: int = _CHUNK
 ) -> Float[Array, ""]:
-    """Mean over positions of KL(full || low), float32, from final hidden states under one head; `full` is constant."""
+    """Computes the mean over positions of KL(full || low) from final hidden states, float32; `full` is a constant."""
     positions = low.shape[0]
     parts = -(-positions // chunk)
     pad = ((0, parts * chunk - positions), (0, 0))  # zeros in both: a KL of zero
@@ -48,12 +48,12 @@ def kl(
 
 
 def learns(path: str) -> bool:
-    """Tells whether a leaf learns: those of the layers do."""
+    """Tells whether a leaf is trained: the layers' leaves are, except indices of duplicated inputs."""
     return path.startswith("stacks.") and not is_fixed(path)
 
 
 def nll(model: models.Transformer, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Summed negative log-likelihood of all tokens but the first of each row, float32."""
+    """Computes the summed negative log-likelihood of all tokens except the first of each row, float32."""
     hidden = model.hidden_states(tokens)
     return -token_logprobs(hidden, model.head_weight(), tokens, jnp.ones_like(tokens))[0].sum()
 
@@ -69,11 +69,11 @@ def distill(
     task: Any,
     widths: Sequence[int] = (),
 ) -> tuple[nnx.State, list[float]]:
-    """Trains the student.
+    """Trains the student's layers to match the teacher's distribution.
 
     Args:
-      teacher, student: (graphdef, masters); the teacher's may be of the compute dtype.
-      tokens: rows to train on.
+      teacher, student: (graphdef, masters); the teacher's masters may have the compute dtype.
+      tokens: training rows.
       optimizer, plan, every, folder, task, widths: as in `Trainer`.
 
     Returns:
@@ -96,7 +96,7 @@ def distill(
 
 
 def perplexity(graphdef: Any, masters: nnx.State, tokens: Int[np.ndarray, "H T"], batch: int) -> float:
-    """exp of the mean negative log-likelihood of rows, first tokens apart, under the graphdef's scheme."""
+    """Computes the perplexity of rows, without their first tokens, under the graphdef's scheme."""
 
     @functools.partial(jax.jit)
     def of(masters: Any, qweights: Any, rows: jax.Array) -> jax.Array:

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Outlier channel splitting of one layer, before it is trained (`quant/splitting.py` has the rewrite and its source).
+"""Outlier channel splitting of one layer, before it is trained (`quant/splitting.py` has the formulas and the source).
 
-The inputs that a linear map duplicates are those of the largest |X_m|_2 max_j |W_jm|. X comes of the rows to train on,
-through the trained layers before. Maps that an engine fuses (q, k and v; gate and up) have one index. A weight is
-shared out at the steps of the scheme that is served.
+A linear map duplicates its inputs of the largest |X_m|_2 max_j |W_jm|. X are the layer's inputs over the training rows,
+after the trained layers before it. Maps that an engine fuses (q, k and v; gate and up) duplicate the same inputs. A
+weight is split at the quantization steps of the final scheme.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SHARING = (("attn.q", "attn.k", "attn.v"), ("attn.o",), ("mlp.gate", "mlp.up"), 
 
 
 def asked(share: float, config: models.ModelConfig, rules: quant.Rules) -> splitting.Splitting:
-    """The splitting of a model whose last layer duplicates a share of its inputs.
+    """Makes and checks the `Splitting` of a model whose last layer duplicates a share of its inputs.
 
     Args:
-      rules: of the scheme that is served.
+      rules: the final scheme's rules.
 
     Raises:
-      UserError: a share outside 0 to 1, a MoE model, or a scheme without zero points.
+      UserError: the share lies outside 0 to 1, the model is a MoE model, or the scheme has no zero points.
     """
     schemes = {scheme for _, scheme in rules.rules}
     if len(schemes) != 1 or not isinstance(scheme := schemes.pop(), asym_grid.Config) or scheme.slices:
@@ -100,13 +100,13 @@ def split(
     layer: int,
     layers: int,
 ) -> nnx.State:
-    """The masters of a split layer.
+    """Splits the outlier channels of one layer, and returns its masters with indices of duplicated inputs.
 
     Args:
-      config: of the layer as a model, in full precision and not split. params: its masters.
-      streams: batches of what flows into it.
-      wanted: the model's splitting. rules: of the scheme that is served.
-      layer, layers: its number, of how many.
+      config: config of the one-layer model, in full precision and not split. params: its masters.
+      streams: batches of the layer's inputs, (delta, residual) as in `Transformer.through`.
+      wanted: the model's splitting. rules: the final scheme's rules.
+      layer, layers: the layer's number from 0, and the number of layers.
     """
     total = None
     for stream in streams:

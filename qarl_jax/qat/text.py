@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens to train on and to measure with: documents one after the other, cut into rows of one length.
+"""Rows of tokens for training and evaluation: documents are concatenated and cut into rows of one length.
 
-Without a data source the model writes the text itself, at temperature 1, as in LLM-QAT (arXiv 2305.17888). Its weights
-are then in memory whole, once, in the compute dtype.
+Without a data source the text is sampled from the model at temperature 1, as in LLM-QAT (arXiv 2305.17888). This needs
+memory for the whole model in the compute dtype.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LONGEST = 1 << 20  # tokens of a document
 def rows(
     cfg: data.Config | None, model: str, config: models.ModelConfig, *, count: int, heldout: int, length: int, seed: int
 ) -> tuple[Int[np.ndarray, "R T"], Int[np.ndarray, "H T"]]:
-    """Rows to train on, and held-out ones.
+    """Makes rows of tokens for training, and held-out rows.
 
     Args:
-      cfg: the source, with its held-out share; None: the model's own text.
-      model: its folder. config: the model's, in full precision.
-      count: rows to train on. heldout: held-out ones, at most. length: tokens of a row.
+      cfg: the data source, with its held-out share; None: sample text from the model.
+      model: the model's folder. config: its config, in full precision.
+      count: number of training rows. heldout: number of held-out rows, at most. length: tokens of a row.
 
     Raises:
       UserError: the source has too little text.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of some masters by the gradient of one loss, through low-bit weights, resumable to the bit.
+"""Optimizer updates of masters by one loss, with low-bit weights in the forward; a run can be resumed to the bit.
 
 The masters are quantized once per update; the gradient passes the rounding unchanged, as in RL (`quant.dot`).
 """
@@ -32,11 +32,11 @@ Loss = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The number of updates, and the rows that each reads.
+    """The schedule of a training: the number of updates, and the rows of each update.
 
     Attributes:
-      rows: number of rows. batch: rows of an update. epochs: visits of each row.
-      seed: of the order.
+      rows: number of rows. batch: rows per update. epochs: number of passes over all rows.
+      seed: seed of the rows' order.
     """
 
     rows: int
@@ -46,11 +46,11 @@ class Plan:
 
     @property
     def updates(self) -> int:
-        """Number of updates; the last one of an epoch may share its rows with the next epoch."""
+        """The number of updates; an update may take rows from the end of one epoch and the start of the next."""
         return max(1, self.rows * self.epochs // self.batch)
 
     def of(self, update: int) -> list[int]:
-        """The rows of an update, a function of seed and update alone."""
+        """Returns the row numbers of an update; they depend on the seed and the update's number alone."""
         positions = range(update * self.batch, (update + 1) * self.batch)
         return [int(_order(self.seed, p // self.rows, self.rows)[p % self.rows]) for p in positions]
 
@@ -61,13 +61,13 @@ def _order(seed: int, epoch: int, rows: int) -> np.ndarray:
 
 
 class Trainer:
-    """Compiled updates under one scheme.
+    """Runs compiled optimizer updates under one scheme, with checkpoints.
 
     Args:
-      graphdef: names the scheme. loss: of masters and their QTensors.
-      optimizer: its config. plan: the updates.
+      graphdef: the model's graphdef, with the scheme. loss: (params, qweights, *inputs) -> scalar.
+      optimizer: the optimizer's config. plan: the updates.
       every: updates between checkpoints.
-      widths: of an 8-bit grid's slices, over which the loss is averaged; (): the scheme's own.
+      widths: bit widths cut out of an 8-bit grid, over which the loss is averaged; (): the scheme's width alone.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Trainer:
     def fit(
         self, params: nnx.State, inputs: Callable[[list[int]], tuple[Any, ...]], folder: pathlib.Path, task: Any
     ) -> tuple[nnx.State, list[float]]:
-        """All updates, from the newest checkpoint in `folder` on.
+        """Runs all updates, starting from the newest checkpoint in `folder`.
 
         Args:
-          params: masters before the first; they are used up.
-          inputs: rows -> the loss's further arguments.
+          params: the initial masters; they are donated.
+          inputs: function from row numbers to the loss's further arguments.
           task: counts the updates (`progress.Task`).
 
         Returns:
-          The masters after the last update, and the loss of each.
+          The masters after the last update, and the loss of each update.
 
         Raises:
           DivergedError: the loss is not finite.

@@ -1,22 +1,22 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The two backward products of a linear layer in eight bits (`quant.backward`), the straight-through rule unchanged.
+"""The two backward products of a linear layer with 8-bit operands (`quant.backward`), under the straight-through rule.
 
     dX = dY W_q           contracts outputs:  dY' = dY s_w     W_q = s_w W'
     dMaster = dY^T x_q    contracts rows:     dY' = dY s_x     x_q = s_x x'
 
-**What is rounded.** Every operand gets codes of its own. Each row or column across the contraction has a scale from its
-largest magnitude. Under fp8 with an `fp8` forward only dY is rounded: weight and activations are such codes already,
-whose scales lie along the contraction and are multiplied into dY. int8 has no range for that. Under `w8a8` it took the
-cosine to bf16's gradient from 0.987 to 0.954 at Qwen2.5-Coder-0.5B, by the scales of the weight's outputs.
+**What is rounded.** Every operand is quantized, with a scale per row or column that is not contracted, from its largest
+magnitude. Under fp8 with an `fp8` forward only dY is quantized: weight and activations are e4m3 codes already, whose
+scales lie along the contraction and are multiplied into dY. int8 lacks the range for this. Under `w8a8` it lowered the
+cosine to bf16's gradient from 0.987 to 0.954 at Qwen2.5-Coder-0.5B, because of the weight's scales per output.
 
 **Grids.** int8: absmax / 127, codes in [-127, 127]. fp8: e4m3, absmax / 448. Whole rows and columns have one scale on
 every mesh: a maximum has no order, so a mesh moves no code.
 
 **Rounding.** Stochastic, with the bits of `numerics.stochastic`: a hash of the update's number, the micro-batch, the
-layer, the operand and the position. Two rounded operands draw independent bits, so the mean of each product is the
-product of what was rounded. A zero stays zero, and what is not finite spoils its whole row or column, which the
-optimizer's guard sees.
+layer, the operand and the position. Two operands draw independent bits, so the expected product is the product of the
+unrounded operands. A zero stays zero. An infinite or NaN element spoils its whole row or column, and the optimizer's
+guard sees it.
 
 **Sums.** int8 in int32, exact. e4m3 in float32: Hopper's tensor cores alone keep some 14 bits of a sum, so our kernel
 adds up 128 inputs at a time outside of them (`product_hopper.py`). Over several GPUs XLA multiplies, asked for its
@@ -55,39 +55,39 @@ _TINY = 2.0**-100  # the least maximum that a scale is made of: its reciprocal i
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """A low-bit backward of one layer, or of a stack of layers.
+    """The low-bit format of gradients, and the seed of their rounding, for one layer or a stack of layers.
 
     Attributes:
-      format: of codes, static.
-      seed: uint32 scalar, or [layers], another one for every layer and micro-batch.
+      format: the codes' format, "int8" or "fp8"; static under jit.
+      seed: uint32 scalar, or [layers]; every layer and micro-batch has another seed.
     """
 
     format: Format = dataclasses.field(metadata={"static": True})
     seed: Any
 
     def part(self, number: int, of: int) -> Backward:
-        """The same with the seed of one of `of` parts that are rounded apart."""
+        """Returns a copy with the seed of part `number` of `of` parts, which are rounded independently."""
         return dataclasses.replace(self, seed=random_bits((of,), self.seed)[number])
 
 
 def root_seed(updates: Any, micro_batch: Any) -> Array:
-    """The uint32 scalar that all seeds of a micro-batch's backward are made of.
+    """Derives the uint32 scalar from which all rounding seeds of a micro-batch's backward are derived.
 
     Args:
-      updates, micro_batch: int32 scalars: optimizer updates before this one, and its micro-batch's number.
+      updates, micro_batch: int32 scalars: optimizer updates before this one, and the number of the micro-batch.
     """
     return random_bits((), rounding_seed(updates, 0) + jnp.asarray(micro_batch).astype(jnp.uint32))
 
 
 def layer_seeds(root: Any, number: int, layers: int) -> Array:
-    """uint32 [layers] of the `number`-th stack of linear maps."""
+    """Derives the seeds, uint32 [layers], of the `number`-th stack of linear maps from `root_seed`."""
     return random_bits((layers,), rounding_seed(root, number + 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Codes of a format: their dtype, the largest one, how a float32 of at most its magnitude is rounded, and whether a
-    forward's codes are taken as they are."""
+    """The codes of a format: their dtype, the largest code, and a function that rounds float32 up to its magnitude.
+    `takes_codes`: the forward's codes are used without quantizing them again."""
 
     dtype: Any
     largest: float
@@ -109,10 +109,10 @@ def _scales(x: Float[Array, "A B"], axis: int, grid: Grid) -> tuple[Array, Array
 
 
 def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[Array, Array]:
-    """Codes [A, B] of float32 x, and float32 scales of its rows [A, 1] or columns [1, B].
+    """Quantizes float32 x: codes [A, B], and float32 scales of its rows [A, 1] or columns [1, B].
 
     Args:
-      axis: that along which x will be contracted, and which shares a scale.
+      axis: the axis along which x will be contracted; elements along it share a scale.
       seed: uint32 scalar.
     """
     scale, inverse = _scales(x, axis, grid)
@@ -177,14 +177,14 @@ def _parts(operand: Any) -> tuple[Array, Array | None]:
 def gradients(
     backward: Backward, dy: Float[Array, "M N"], used: Any, weight: Any, master: Any, numerics: Numerics
 ) -> tuple[Array, Array]:
-    """(dX [M, K] in dY's dtype, dMaster [N, K] in `master`), each rounded once.
+    """Computes (dX [M, K] in dY's dtype, dMaster [N, K] in dtype `master`) from 8-bit codes; each is rounded once.
 
     Args:
       dy: cotangent of the layer's output.
       used: activations [M, K] as the forward used them: an array, or codes and scales [M, 1].
       weight: [N, K]: a QTensor, or an array in the compute dtype.
       master: dtype of the master.
-      numerics: whether a GPU may take kernels of ours.
+      numerics: decides whether a GPU may run our kernels.
     """
     grid, seeds = GRIDS[backward.format], random_bits((4,), backward.seed)
     others, ways = [], []

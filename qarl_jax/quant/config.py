@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The section `quant` of a run's config: schemes by name, checked; which weights they mean is for `rules.py`."""
+"""The section `quant` of a run's config. `rules.py` decides which weight gets which scheme."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The section `quant`: which low-bit tensors the learner and the sampler compute with.
+    """The section `quant`: the low-bit formats that the learner and the sampler compute with.
 
     Attributes:
       forward: the learner's scheme (bf16, w8a8, w4a16, ...; "w4a16:g64" sets a group size).
@@ -30,15 +30,15 @@ class Config:
         quantized-rollout baseline.
       group_size: weights per scale along the input dimension, for schemes with groups written without one. The
         asymmetric schemes' paper has 32.
-      engine: whose arithmetic the learner computes in: cpu or cuda (a vLLM there, any kind of CPU), plain (nobody's),
-        or auto: with rollout.engine.name=vllm that of this host, with jax plain.
-      kernels: of products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's. w8a8 has the same
-        bits either way; the others have the engine's with auto alone.
+      engine: the engine whose arithmetic the learner mirrors: cpu or cuda (vLLM on such a device), plain (no engine),
+        or auto: vLLM on this host with rollout.engine.name=vllm, plain with jax.
+      kernels: matrix products on a Hopper GPU: auto takes our kernels (`kernels/products.py`), xla takes XLA's. w8a8
+        has the same bits with both; the other schemes have the engine's bits with auto alone.
       backward: format of the gradient's products dX and dW in linear layers: bf16 (the compute dtype's own), or int8 or
-        fp8 codes, rounded stochastically from the update's number (`quant/backward.py`). Masters, adapters, embedding,
-        head, norms and attention keep theirs. Not for MoE models.
-      code_flips: report the share of codes that a publish changes (`quant/code_flips`). The QTensors published before
-        are kept for it: a step of several updates holds them beside its own.
+        fp8 codes, rounded stochastically, seeded by the update's number (`quant/backward.py`). Adapters, embedding,
+        head, norms and attention keep the compute dtype. Not for MoE models.
+      code_flips: report the share of codes that a publish changes (`quant/code_flips`). This keeps the QTensors of the
+        last publish in memory, beside those of a step with several updates.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.
       uaq_scale: QuRL's invariant scaling, once, when the model is loaded (`models/invariant_scaling.py`); 1: off, 1.5
         in the paper.
@@ -65,5 +65,5 @@ class Config:
 
     @property
     def rollout_scheme(self) -> str:
-        """The sampler's scheme, resolved."""
+        """The name of the sampler's scheme: `rollout`, or `forward` where `rollout` is null."""
         return self.forward if self.rollout is None else self.rollout

@@ -1,13 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Products of activations [M, K] with one weight [N, K] (`Dense`) or with those of experts (`Ragged`).
+"""Products of activations [M, K] with one weight [N, K] (`Dense`) or with the weights of experts (`Ragged`).
 
-Schemes ask for a `Product` and know neither. Which program computes it is decided here by platform, dtype and shape.
+Schemes call the methods of `Product`, and work with either class. Platform, dtype and shape decide which kernel runs.
 
-AQT (`aqtp`) performs the integer contractions, here and nowhere else. Its calibration, grids and dequantization are not
-used: they do not reproduce vLLM's outputs. What remains is its dot_general with int32 accumulation, which lowers to
-exactly one `dot_general(int8, int8) -> int32`, with no float conversions around it (there is a test on the lowered
-text).
+AQT (`aqtp`) performs the integer contractions. Its calibration, grids and dequantization are not used: they do not
+reproduce vLLM's outputs. Used is its dot_general with int32 accumulation, which lowers to exactly one
+`dot_general(int8, int8) -> int32`, without float conversions around it (a test reads the lowered text).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _LONGEST = 2**17  # inputs whose products of int8 codes, 127 x 128 each, an int3
 
 
 class Product(Protocol):
-    """Contractions of activations [M, K] with one weight [N, K], or of each row with its expert's of [E, N, K]."""
+    """Contractions of activations [M, K] with one weight [N, K], or of rows with weights of experts [E, N, K]."""
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """int8 codes of both -> int32 [M, N], exact."""
+        """Multiplies int8 codes by int8 codes: int32 [M, N], exact."""
 
     def floating(
         self,
@@ -47,29 +46,29 @@ class Product(Protocol):
         numerics: Numerics,
         factor: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute dtype [M, K], any dtype [.., N, K], float32 [1, N] -> [M, N] in x.dtype, or float32, not yet rounded.
+        """Multiplies x [M, K] by w [.., N, K] and adds a bias, float32 [1, N]: [M, N] in x.dtype or unrounded float32.
 
-        factor: float32 [..], a number of each weight, multiplies the float32 sum, which is then rounded to x.dtype
+        factor: float32 [..], one number per weight. It multiplies the float32 sum, which is then rounded to x.dtype
         before the bias is added.
 
-        K is cut into `numerics.splits` parts (`split_k.cuts`), each summed by itself and then added in float32, in
-        ascending order. Experts' inputs are not cut, for there are enough experts to fill a GPU, and they have no bias.
+        K is cut into `numerics.splits` parts (`split_k.cuts`). The parts' sums are added in float32, in ascending
+        order. Experts' inputs are not cut, because experts fill a GPU without it; experts have no bias.
         """
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """float8 codes of both -> float32 [M, N]."""
+        """Multiplies float8 codes by float8 codes: float32 [M, N]."""
 
     def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
-        """Codes of both, scales [M, 1] and [.., N, G] -> f32(s_x sum x (w s_w)) [M, N], computed in float64."""
+        """Multiplies codes and scales [M, 1] and [.., N, G] in float64: f32(s_x sum x (w s_w)), [M, N]."""
 
     def per_output(self, s: jax.Array) -> jax.Array:
-        """[.., N] values per output, to be broadcast against [M, N]."""
+        """Reshapes values per output [.., N] so that they broadcast against [M, N]."""
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
-        """[M, N], [.., N, K] -> [M, K] in dy's dtype."""
+        """Computes the input's gradient from dy [M, N] and w [.., N, K]: [M, K] in dy's dtype."""
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
-        """[M, N], [M, K] -> [.., N, K] in the master's dtype."""
+        """Computes the weight's gradient from dy [M, N] and x [M, K]: [.., N, K] in `dtype`, the master's."""
 
 
 def _integer_dot_general(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -128,8 +127,8 @@ def _float_dot_general(
 def _float64_product(
     x: jax.Array, w: jax.Array, s_x: jax.Array | None = None, s_w: jax.Array | None = None
 ) -> jax.Array:
-    """f32(s_x * sum_k x_k w_k), computed in float64: x [M, K], w [N, K]; s_x [M, 1]; s_w [N, G], of groups of K/G
-    inputs each, which w is multiplied by first (exactly)."""
+    """Computes f32(s_x * sum_k x_k w_k) in float64: x [M, K], w [N, K], s_x [M, 1]. First w is multiplied (exactly) by
+    s_w [N, G], scales of groups of K/G inputs."""
 
     def formula(x: jax.Array, w: jax.Array, s_x: jax.Array | None, s_w: jax.Array | None) -> jax.Array:
         if s_w is not None:
@@ -144,13 +143,13 @@ def _float64_product(
 def codes_product(
     x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array, dtype: Any, numerics: Numerics
 ) -> jax.Array:
-    """s_x * (s_w * sum_k x w) of codes, rounded once: the products of a low-bit backward (`quant.backward`).
+    """Computes s_x * (s_w * sum_k x w) of 8-bit codes, rounded once; the low-bit backward calls it (`quant.backward`).
 
     Args:
       x: [M, K] int8 or float8_e4m3fn; s_x: float32 [M, 1].
       w: [N, K] of the same dtype; s_w: float32 [N].
-      dtype: of the result [M, N].
-      numerics: whether a Hopper GPU may take our kernel, which it does where all lies on one device.
+      dtype: dtype of the result [M, N].
+      numerics: decides whether a Hopper GPU may run our kernel, which needs all operands on one device.
     """
 
     def in_float64(x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
@@ -226,7 +225,7 @@ class Dense:
 
 
 class Ragged:
-    """`Product` with the weights of experts [E, N, K], rows sorted by expert; rows beyond their sum give zeros.
+    """`Product` with the weights of experts [E, N, K], rows sorted by expert; rows beyond sum(group_sizes) give zeros.
 
     Args:
       group_sizes: [E] int32, rows of each expert.

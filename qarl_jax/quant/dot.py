@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The only seam between models and schemes: `dot` and `expert_dot`, two doors to one custom_vjp.
+"""The products that models call for quantized linear layers: `dot` and `expert_dot`, around one custom_vjp.
 
     forward    y = scheme(x, QTensor)        the engine's arithmetic; the master's value is never read
     backward   dX = dY W_q                   W_q, x_q: the dequantized operands the forward used, in the compute dtype
@@ -8,10 +8,10 @@
                db = sum dY
     low-bit    dX and dMaster from codes of dY, W_q and x_q (`backward.py`), where a `Backward` comes with the operands
 
-This is the straight-through estimator (arXiv 1308.3432) with the quantized operands on both sides, as in QaRL (arXiv
-2604.07853). The master enters as the differentiated carrier only, so its cotangent has its shape and dtype.
+This is the straight-through estimator (arXiv 1308.3432) with quantized operands in forward and backward, as in QaRL
+(arXiv 2604.07853). The master is an argument only so that it gets a gradient, in its shape and dtype.
 
-A scheme says what is multiplied, `contractions.py` how.
+A scheme decides which operands are multiplied; `contractions.py` decides how.
 """
 
 from __future__ import annotations
@@ -105,16 +105,16 @@ def dot(
     numerics: Numerics = PLAIN,
     backward: Backward | None = None,
 ) -> Float[Array, "*B N"]:
-    """y = x W^T + b, with W the QTensor's weight, in the arithmetic of the engine `numerics` names.
+    """Computes y = x W^T + b with the QTensor's weight W, in the arithmetic of the engine that `numerics` names.
 
     Args:
       x: activations in the compute dtype, bfloat16 or float32; any leading dimensions.
       master: the high-precision weight; it receives the gradient, and its value is read only where `qtensor` is None.
-      qtensor: the weight as quantized once for this update, or, for a plain product, as rounded to the compute dtype;
-        None: rounded here.
+      qtensor: the weight, quantized once for this update; for an unquantized layer, the master rounded to the compute
+        dtype. None: `dot` rounds the master.
       bias: optional.
-      numerics: the engine mirrored.
-      backward: the format of the gradients' products; None: the compute dtype's own.
+      numerics: the arithmetic of the mirrored engine.
+      backward: the low-bit format of the gradients' products; None: they are made in the compute dtype.
 
     Returns:
       y in x.dtype, rounded once from float32 (twice where the engine does).
@@ -154,7 +154,7 @@ def expert_dot(
     Args:
       x, master, qtensor: as in `dot`, the rows sorted by expert.
       group_sizes: [E] int32, rows per expert; rows beyond their sum give zeros.
-      numerics: the engine mirrored.
+      numerics: the arithmetic of the mirrored engine.
 
     Returns:
       [M, N] in x.dtype, rounded once.

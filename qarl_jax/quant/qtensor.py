@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a quantized weight: arrays by name."""
+"""The quantized weight `QTensor`: a pytree of named arrays, and functions of it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from qarl_jax.types import UserError
 class QTensor:
     """A weight [..., N, K] (out, in) in the bytes that are published.
 
-    Its scheme's layout (`qarl_bridge.protocol.formats.Layout`) says which arrays there are, with dtypes and shapes:
-    "codes" always, "scales", and whatever else a grid has. Every array has the weight's leading dimensions (stacked
-    layers, experts), a row per output or a single one, and a column per so many inputs.
+    The scheme's layout (`qarl_bridge.protocol.formats.Layout`) lists the arrays with dtypes and shapes: always "codes",
+    mostly "scales", and a grid's other arrays. Every array has the weight's leading dimensions (stacked layers,
+    experts). It has one row, or a row per output, and a column per fixed number of inputs (packed word or group).
 
     Example: quantize([[0.5, -1.0, ...]], w8a8.Config()) -> codes int8 [[64, -128, ...]], scales float32 [[1/127.5]].
 
     Attributes:
-      arrays: by name.
-      scheme: the `Scheme`, static.
+      arrays: the arrays by name.
+      scheme: the `Scheme`, static under jit.
     """
 
     arrays: dict[str, Any]
@@ -35,12 +35,12 @@ class QTensor:
 
     @property
     def codes(self) -> Any:
-        """The codes, in wire layout."""
+        """The array of codes, packed as they are published."""
         return self.arrays["codes"]
 
     @property
     def scales(self) -> Any:
-        """The scales, of the grids that have one per group of inputs."""
+        """The array of scales, one per output channel or group of inputs; KeyError if the grid has none."""
         return self.arrays["scales"]
 
     @property
@@ -50,7 +50,7 @@ class QTensor:
 
     @property
     def ndim(self) -> int:
-        """Dimensions of `shape`: 2 for one weight, 3 and more for stacks."""
+        """Number of dimensions of `shape`: 2 for one weight, 3 or more for stacked weights."""
         return len(self.shape)
 
     @property
@@ -60,7 +60,7 @@ class QTensor:
 
 
 def moved_codes(old: QTensor, new: QTensor) -> jax.Array:
-    """Marks the codes that differ between two QTensors of a scheme, bool [..., N, K]; a code may lie in two arrays."""
+    """Returns bool [..., N, K], true where the codes of two QTensors of one scheme differ."""
 
     def differ(array: Any) -> jax.Array:
         width = 8 * array.dtype.itemsize // array.inputs
@@ -76,10 +76,11 @@ def moved_codes(old: QTensor, new: QTensor) -> jax.Array:
 
 
 def inputs_of(whole: Any, shard: int, shards: int) -> Any:
-    """A shard's inputs of an array or a weight [.., K] (None: of none); what a whole row has stays with each.
+    """Slices the inputs (K) of an array or QTensor [.., K] for one tensor-parallel shard; None gives None. Arrays
+    without an input dimension, for example scales of whole rows, go to every shard unchanged.
 
     Raises:
-      UserError: a group would be cut.
+      UserError: the cut would divide a group.
     """
 
     def own(a: Any) -> Any:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules from weights to schemes: an ordered list of (regex, scheme), first match wins.
+"""Rules that give each weight a scheme: an ordered list of (regex, scheme), first match wins.
 
     quant:
       rules:
@@ -35,7 +35,7 @@ class Rules:
     rules: tuple[tuple[str, Scheme | None], ...] = ()
 
     def at_width(self, bits: int) -> Rules:
-        """The rules of the same grids at another width (`schemes.at_width`, with its errors)."""
+        """Returns the rules with every scheme at another bit width of its grid; errors as `schemes.at_width`."""
         return Rules(tuple((match, at_width(scheme, bits)) for match, scheme in self.rules))
 
     @classmethod
@@ -47,7 +47,7 @@ class Rules:
           group_size: the group size for schemes written without one.
 
         Raises:
-          UserError: a key missing or unknown, a bad regex or scheme; it names the rule.
+          UserError: a key is missing or unknown, or a regex or scheme is bad; the message names the rule.
         """
         parsed = []
         for i, rule in enumerate(rules):
@@ -66,11 +66,11 @@ class Rules:
 
     @classmethod
     def uniform(cls, scheme: Scheme | None) -> Rules:
-        """Every path gets one scheme."""
+        """Makes rules that give every path one scheme."""
         return cls((("", scheme),))
 
     def scheme_for(self, path: str) -> Scheme | None:
-        """The scheme of the first rule found in `path`; None (bf16) if there is none."""
+        """Returns the scheme of the first rule whose regex is found in `path`; None (bf16) if no rule matches."""
         for pattern, scheme in self.rules:
             if re.search(pattern, path):
                 return scheme

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The base of a scheme: its grid, its bytes, its arithmetic, and what is known and promised of it.
+"""The base class of quantization schemes: grid, published arrays, arithmetic of a layer, and properties.
 
-A scheme is one file of `schemes/` with one frozen, hashable subclass. Nothing else in the project asks which scheme a
-weight has: learner, publisher, memory plan, export and verdicts read these fields.
+Every file of `schemes/` defines one frozen, hashable subclass. Learner, publisher, memory plan, export and
+`verify/alignment.py` read the fields of `Scheme`; they contain no code for single schemes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from qarl_jax.quant.qtensor import QTensor
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A quantization scheme. `str(scheme)` is what `parse_scheme` reads back.
+    """A quantization scheme. `parse_scheme(str(scheme))` gives an equal scheme.
 
-    With the first four methods a layer is the product of unquantized activations with the weight `dequantize`d and
-    rounded to bfloat16. Where activations are quantized, too, `low_bit_activations` says so, and `activations` and
-    `multiply` compute the layer; so they do where `own_layer` says so.
+    By default a layer multiplies unquantized activations by the result of `dequantize`, rounded to bfloat16. Where
+    `own_layer` is true, `activations` and `multiply` compute the layer instead. It is true wherever activations are
+    quantized (`low_bit_activations`).
 
     Attributes:
-      name: as configs write it.
+      name: the scheme's name in configs.
       low_bit_activations: whether activations are quantized before they meet a weight.
       kernel: which kernel of `kernels/products.py` multiplies codes on a Hopper GPU: "int8", "e4m3", or none.
       sums_are_exact: whether the engine's sum has the same bits in every order.
-      one_range: whether weights that an engine fuses (q, k and v; gate and up) share a number that depends on all.
-      decoded: whether the bridge's CUDA engine decodes one layer at a time to bfloat16 for many rows.
-      held_twice: whether it multiplies a copy of the arrays in a layout of its own, beside the loaded ones
+      one_range: whether weights that an engine fuses (q, k and v; gate and up) share one scale, made of all of them.
+      decoded: whether vLLM under the bridge, on CUDA, dequantizes a layer to bfloat16 when it multiplies many rows.
+      held_twice: whether vLLM keeps a second copy of the arrays in its kernel's layout
         (`memory.engine.layer_copies`).
-      baseline_k3: the largest k3 measured of a bf16 learner beside a sampler of this scheme, on random weights, which
-        show every difference; None: not measured.
+      baseline_k3: the largest k3 measured between a bf16 learner and a sampler under this scheme, on random weights;
+        None: not measured.
     """
 
     name: ClassVar[str]
@@ -56,68 +56,68 @@ class Scheme:
 
     @property
     def own_layer(self) -> bool:
-        """Whether `activations` and `multiply` compute a layer."""
+        """True where `activations` and `multiply` compute a layer, and not the default product with `dequantize`."""
         return self.low_bit_activations
 
     @property
     def wire(self) -> Layout:
-        """The arrays of a weight, and how they travel to an engine."""
+        """The layout in which a weight's arrays are published: their names, dtypes and packing."""
         raise NotImplementedError
 
     def shape(self, arrays: Mapping[str, Any]) -> tuple[int, ...]:
-        """Computes (..., N, K) of a QTensor's arrays."""
+        """Computes the weight's logical shape (..., N, K) from the shapes of a QTensor's arrays."""
         *leading, stored = arrays["codes"].shape
         return (*leading, stored * self.wire.codes.inputs)
 
     def check(self, shape: tuple[int, ...]) -> str | None:
-        """Why a weight [..., N, K] cannot be quantized, or None."""
+        """Returns the reason why a weight [..., N, K] cannot be quantized, as text for a message, or None."""
         del shape
         return None
 
     def quantize(self, w: jax.Array) -> QTensor:
-        """The arrays of a master [..., N, K]: of its bf16 rounding, with `float32.divide` for every quotient."""
+        """Quantizes a master [..., N, K]: rounds it to bf16 first, and makes every quotient with `float32.divide`."""
         raise NotImplementedError
 
     def quantize_beside(self, w: jax.Array, beside: Sequence[jax.Array]) -> QTensor:
-        """`quantize` of a master that an engine fuses with others, [..., N', K]; with `one_range` they matter."""
+        """Quantizes a master that an engine fuses with the masters `beside`, [..., N', K]; `one_range` reads these."""
         del beside
         return self.quantize(w)
 
     def dequantize(self, qt: QTensor) -> jax.Array:
-        """The weight they stand for, float32 [..., N, K]."""
+        """Computes the weight that the QTensor stands for, float32 [..., N, K]."""
         raise NotImplementedError
 
     @property
     def exports(self) -> Scheme:
-        """The scheme whose layout an exported folder has; another one where engines in general do not know `wire`."""
+        """The scheme whose layout an exported folder has: this one, or one that stock engines can load."""
         return self
 
     def exported(self, qt: QTensor) -> QTensor:
-        """The weight under `exports`: the same values."""
+        """Repacks a weight into the arrays of the scheme `exports`; its values do not change."""
         return qt
 
     def on(self, numerics: Numerics) -> Scheme:
-        """The scheme as the engine that `numerics` mirrors has it.
+        """Returns the scheme as the engine that `numerics` mirrors implements it; mostly the scheme itself.
 
         Raises:
-          UserError: this engine has no layer of the scheme.
+          UserError: the engine has no layer for the scheme.
         """
         del numerics
         return self
 
     def activations(self, x: jax.Array, *, numerics: Numerics) -> Any:
-        """[M, K] as they meet the weight: codes, and float32 scales [M, 1] of rows."""
+        """Quantizes activations [M, K] for `multiply`, mostly to codes [M, K] and float32 scales [M, 1] of rows."""
         raise NotImplementedError
 
     def multiply(self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product) -> jax.Array:
-        """The engine's layer.
+        """Computes a linear layer as the engine does.
 
         Args:
-          used: from `activations`.
+          used: what `activations` returned.
           qt: the weight.
           bias: float32 [1, N], or None.
-          numerics: the engine mirrored.
-          product: contractions with one weight, or with those of experts.
+          numerics: the arithmetic of the mirrored engine.
+          product: the contractions: `Dense` with one weight, or `Ragged` with the weights of experts.
 
         Returns:
           [M, N] in float32, not yet rounded to the compute dtype.

@@ -32,10 +32,10 @@ RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config, "by_
 
 
 class Grader:
-    """Grades completions under a reward config; owns what the rewards own (worker processes)."""
+    """Grades completions under a reward config; owns the rewards' worker processes."""
 
     def __init__(self, cfg: Any, *, max_response_len: int):
-        """`cfg`: any of the reward Configs. Raises `UserError` for what a reward refuses (a missing function, ...)."""
+        """`cfg`: the Config of any reward. Raises `UserError` if a reward cannot start (a missing function, ...)."""
         # The source whose samples a term is for; None: all.
         self.sources: tuple[str | None, ...] = tuple(cfg.rewards) if isinstance(cfg, total.BySource) else ()
         if isinstance(cfg, total.BySource):
@@ -55,7 +55,7 @@ class Grader:
         self.coefs = tuple(term.coef for term in terms)
 
     def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        """Computes each sample's total reward, and each term before its weight, by name. Threads take turns."""
+        """Returns each sample's total reward, and the unweighted scores of each term by name. A lock serves threads."""
         with self._lock:
             return self._score(samples)
 
@@ -81,12 +81,12 @@ class Grader:
         """Decodes and grades the completions of each prompt.
 
         Args:
-          tokenizer: the policy's.
+          tokenizer: the policy's tokenizer.
           prompts, completions: completions[i] belong to prompts[i].
-          max_response_len: the limit they were drawn under, where it is not the run's (0).
+          max_response_len: the completions' length limit in tokens; 0: the run's.
 
         Returns:
-          One RolloutGroup per prompt, and the terms over all samples, flat in the order of prompts and completions.
+          One RolloutGroup per prompt, and per term its scores [samples], flat in the order of prompts and completions.
         """
         pairs = list(zip(prompts, completions, strict=True))
         texts = [decode(tokenizer, completion.tokens) for _, group in pairs for completion in group]
@@ -144,6 +144,6 @@ class Grader:
         return np.asarray(rewards, np.float32), {name: np.asarray(part, np.float32) for name, part in parts.items()}
 
     def close(self) -> None:
-        """Ends worker processes."""
+        """Ends the rewards' worker processes."""
         for reward in self.rewards:
             reward.close()

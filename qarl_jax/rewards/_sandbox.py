@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a program that a model wrote, and says whether it passes a problem's tests. Linux on x86-64 only.
 
-Two processes. The program runs in one that can do nothing but compute (below) and answers calls of its functions, or
-writes to its standard output. The tests run in the other, the grading process, which compares. So the verdict is never
-in the program's reach: it can neither announce success nor return an object that claims to equal everything, because
-only plain data (numbers, text, lists, tuples, dicts, sets) comes back, exact types alone.
+Program and tests run in two processes. The program's process can only compute (below): it answers calls of the
+program's functions, or writes to standard output. The grading process runs the tests and compares. So a program can
+neither announce success nor return an object that claims to equal everything. Only plain data of exact types comes
+back: numbers, text, lists, tuples, dicts, sets.
 
 Where bubblewrap works, both processes are in a jail (`jail.py`), which is the first wall. The second is `lock_down`:
 
@@ -92,7 +92,7 @@ def filter_program() -> bytes:
 
 
 def readable(packages: list[str]) -> list[str]:
-    """Lists the paths that Python reads by itself: its libraries, `packages`, what the C library looks for."""
+    """Lists the paths that a Python process has to read: its libraries, `packages`, the C library's files."""
     libraries = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     libraries += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/nix/store", "/etc/ld.so.cache"]
     found = [*libraries, "/usr/share/zoneinfo", *packages]
@@ -100,15 +100,15 @@ def readable(packages: list[str]) -> list[str]:
 
 
 def landlock_abi() -> int:
-    """Version of the kernel's Landlock; 0: it has none."""
+    """Returns the version of the kernel's Landlock interface; 0: the kernel has none."""
     return max(0, _libc().syscall(444, None, ctypes.c_long(0), 1)) if sys.platform == "linux" else 0
 
 
 def lock_down(packages: Sequence[str] = ()) -> None:
-    """Gives up everything but computing and reading what Python reads, and `packages`.
+    """Restricts this process, for good, to computing and to reading Python's libraries and `packages`.
 
     Raises:
-      OSError: the kernel cannot do it.
+      OSError: the kernel lacks a feature that this needs.
     """
     if sys.platform != "linux":
         raise OSError(NEEDS)
@@ -157,7 +157,7 @@ def _limit(memory_mb: int, cpu_s: int) -> None:
 
 
 def child() -> None:
-    """One task from standard input: a program whose functions are called, or that reads `stdin` and prints."""
+    """Serves one task from standard input: a program whose functions are called, or one that reads and prints."""
     tasks = os.fdopen(os.dup(0), "rb")
     task = json.loads(tasks.readline())
     own_input = os.memfd_create("stdin")
@@ -209,7 +209,7 @@ def child() -> None:
 
 
 class NumpyFinder:
-    """Imports the package `numpy` at a path, whose folder need not be read; "" is none."""
+    """An import finder for `numpy` at a given path, whose parent folder may be unreadable; "": no numpy."""
 
     def __init__(self, package: str):
         self.package = package
@@ -228,7 +228,7 @@ MADE_BY = {"Counter", "defaultdict", "deque", "dict", "float", "frozenset", "lis
 
 
 def define(text: str, names: dict) -> None:
-    """Executes the definitions in a text: imports, functions, classes, and values that no call of a function makes."""
+    """Executes a source text's imports, functions, classes, and assignments that call only functions of `MADE_BY`."""
     import ast
 
     try:
@@ -255,7 +255,7 @@ CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: object, depth: int = 0) -> object:
-    """Plain data as JSON. Exact types only: a subclass could say of itself what it likes. Raises TypeError."""
+    """Encodes plain data as JSON. Raises TypeError for other types: a subclass could fake equality."""
     if depth > MAX_DEPTH:
         raise TypeError("nested too deep")
     kind = type(value)
@@ -281,7 +281,7 @@ def encode(value: object, depth: int = 0) -> object:
 
 
 def decode(value: object) -> object:
-    """Decodes a text of `encode`. Raises ValueError for any other text."""
+    """Decodes a value of `encode`. Raises ValueError for any other value."""
     if value is None or isinstance(value, bool | str):
         return value
     if not isinstance(value, dict) or len(value) != 1:
@@ -306,11 +306,11 @@ def decode(value: object) -> object:
 
 
 class FailedError(Exception):
-    """The program does not do what it should; the message says how."""
+    """The program failed its task; the message says how."""
 
 
 class Program:
-    """A running program. Every wait ends at the deadline, and so does the process."""
+    """A program that runs in a process of its own. A wait beyond the deadline raises `FailedError`."""
 
     def __init__(
         self,
@@ -322,8 +322,8 @@ class Program:
         stdin: str | None = None,
         tell: bool = False,
     ):
-        """`beside`: texts whose definitions the program may use. `tell`: with `stdin`, an exception that ends the
-        program is printed, and no failure."""
+        """`beside`: source texts whose definitions the program may use. `tell`: with `stdin`, an exception in the
+        program is printed and is no failure."""
         self.deadline = deadline
         self.buffer = b""
         self.read = 0
@@ -340,12 +340,12 @@ class Program:
         self._send(task if stdin is None else task | {"stdin": stdin})
 
     def call(self, name: str, args: list) -> object:
-        """The value of a function of the program, as plain data."""
+        """Calls a function of the program and returns its value, as plain data."""
         self._send({"name": name, "args": [encode(x) for x in args]})
         return self.answer()
 
     def answer(self) -> object:
-        """The next answer. Raises FailedError for an error in the program, silence, or an answer that is none."""
+        """Returns the next answer. Raises FailedError for an error in the program, a timeout, or a malformed answer."""
         while b"\n" not in self.buffer:
             self._fill()
         line, self.buffer = self.buffer.split(b"\n", 1)
@@ -358,7 +358,7 @@ class Program:
             raise FailedError(f"not an answer: {error}") from None
 
     def output(self) -> str:
-        """All that it prints until it ends with code 0."""
+        """Returns all that the program prints until it ends. Raises FailedError unless its exit code is 0."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -401,7 +401,7 @@ class Program:
         self.buffer += chunk
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Kills the process and closes its pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -411,13 +411,13 @@ class Program:
 
 @functools.cache
 def numpy() -> str:
-    """The path of the package numpy; "" where this process cannot import it."""
+    """Returns the path of the package numpy; "" if this process cannot import numpy."""
     spec = importlib.util.find_spec("numpy")
     return "" if spec is None or spec.origin is None else os.path.dirname(spec.origin)
 
 
 class EndedError(FailedError, EOFError):
-    """The program's process is gone."""
+    """The program's process has ended."""
 
 
 def prepare(memory_mb: int) -> None:

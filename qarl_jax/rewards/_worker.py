@@ -3,8 +3,8 @@
 """A grading process: one JSON task per line on stdin, one JSON answer per line on stdout (see `pool.py`).
 
 It is run as a script and imports nothing of qarl_jax, so it holds no JAX and no device. It expects to be killed:
-symbolic algebra on model output can hang inside native code where no Python timeout reaches, or ask for all memory, and
-a user's function may do anything. It leads a process group of its own, which goes with it.
+symbolic algebra on model output can hang inside native code, which no Python timeout reaches, or ask for all memory. A
+user's function may do anything. It leads a process group of its own, which is killed with it.
 """
 
 import base64
@@ -78,13 +78,13 @@ def main() -> None:
 
 
 def told(error: BaseException) -> str:
-    """The error in a line."""
+    """Returns the message of an error, cut after 400 characters."""
     text = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def end_with(parent: int) -> None:
-    """Ends this process and what it started when the trainer is gone, in the middle of a task too."""
+    """Waits until the trainer's process ends, then kills this process and its descendants, even during a task."""
     while os.getppid() == parent:
         time.sleep(0.5)
     end_group()
@@ -92,14 +92,14 @@ def end_with(parent: int) -> None:
 
 
 def end_group() -> None:
-    """Ends this process and what it started."""
+    """Kills this process and its descendants."""
     end_started(os.getpid())
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process; none where /proc does not tell."""
+    """Returns the ids of a process's children; empty if /proc does not list them."""
     found: list[int] = []
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
         try:
@@ -111,7 +111,7 @@ def children(pid: int) -> list[int]:
 
 
 def end_started(pid: int) -> None:
-    """Ends what a process started, sessions of their own included."""
+    """Kills the descendants of a process, including those in sessions of their own."""
     for _ in range(100):
         left, alive = children(pid), 0
         for each in left:
@@ -140,7 +140,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def load_math(timeout_s: float, setup: str):
-    """task {"text", "answer", "allowed"} -> 1.0 if math-verify finds the answer equal to the reference, or near it."""
+    """Returns a grader: task {"text", "answer", "allowed"} -> True if math-verify finds the answers equal or near."""
     import logging
 
     from math_verify import parse, verify
@@ -179,7 +179,7 @@ def load_math(timeout_s: float, setup: str):
 
 
 def load_gym(timeout_s: float, setup: str):
-    """task {"answer", "origin"} -> the data set's own score of the answer."""
+    """Returns a grader: task {"answer", "origin"} -> score of the answer by reasoning-gym's own scorer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as the source does
         import reasoning_gym
@@ -202,13 +202,13 @@ def load_gym(timeout_s: float, setup: str):
 
 
 def load_code(timeout_s: float, setup: str):
-    """task: a program and its tests (see `_sandbox.passes`) -> 1.0 if it passes them all."""
+    """Returns a grader: task of `_sandbox.passes` -> True if the program passes all its tests."""
     passes = prepared(int(setup)).passes
     return lambda task: passes(task, 0.9 * timeout_s, int(setup))
 
 
 def prepared(memory_mb: int):
-    """The sandbox, tried: whether programs can be run at all is known before any is."""
+    """Returns the sandbox's module after a trial run. Raises `RefusedError` if no program can be run here."""
     try:
         sandbox().prepare(memory_mb)
     except OSError as error:
@@ -218,12 +218,12 @@ def prepared(memory_mb: int):
 
 @functools.cache
 def sandbox():
-    """The module `_sandbox.py` beside this file."""
+    """Loads the module `_sandbox.py` from this file's folder."""
     return load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "_sandbox.py"))
 
 
 def load_file(path: str):
-    """A module by its file's path: its folder is not on the path (pool.py)."""
+    """Loads a module by its file's path, because its folder is not on sys.path (see `pool.py`)."""
     spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3] + "_reward", path)
     assert spec is not None  # a .py file always has a loader
     assert spec.loader is not None
@@ -233,11 +233,11 @@ def load_file(path: str):
 
 
 class RefusedError(Exception):
-    """A function that cannot be had; the message says why."""
+    """A grader cannot start; the message says why."""
 
 
 def load_function(timeout_s: float, setup: str):
-    """task {"call": (text, answer, meta)} -> what the user's function says. The trainer sends pickles, in base64."""
+    """Returns a grader: task {"call": base64 pickle of (text, answer, meta)} -> the value of the user's function."""
     sys.path[:], path, options = pickle.loads(base64.b64decode(setup))
     function = find_function(path)
     check_call(path, function, ("text", "answer", "meta"), options)
@@ -245,7 +245,7 @@ def load_function(timeout_s: float, setup: str):
 
 
 def load_model(timeout_s: float, setup: str):
-    """task {"conversations": [messages, ...]} -> a score each (qarl_bridge/engine/reward_model.py, which has torch)."""
+    """Returns a grader: task {"conversations": [messages, ...]} -> scores (qarl_bridge/engine/reward_model.py)."""
     module = importlib.import_module("qarl_bridge.engine.reward_model")
     try:
         return module.load(*json.loads(setup))
@@ -254,7 +254,7 @@ def load_model(timeout_s: float, setup: str):
 
 
 def load_environment(timeout_s: float, setup: str):
-    """Serves episodes on the two pipes (rollout/environments/_host.py, by its path)."""
+    """Returns a server of an environment's episodes over pipes (rollout/environments/_host.py, loaded by its path)."""
     sys.path[:], host, path, options, *limits = pickle.loads(base64.b64decode(setup))
     made = find_function(path)
     check_call(path, made, (), options)
@@ -268,7 +268,7 @@ def load_environment(timeout_s: float, setup: str):
 
 
 def check_call(path: str, function, arguments: tuple, options: dict) -> None:
-    """Refuses a function that cannot be called with these arguments, before a policy has been sampled."""
+    """Raises `RefusedError` if a function cannot be called with these arguments, before a policy is sampled."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of builtins: not known
@@ -281,7 +281,7 @@ def check_call(path: str, function, arguments: tuple, options: dict) -> None:
 
 
 def find_function(path: str):
-    """Imports "module:function" or "file.py:function", which may be a class."""
+    """Imports "module:function" or "file.py:function"; the function may be a class."""
     where, _, name = path.rpartition(":")
     try:
         if where.endswith(".py"):

@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""1 where the program in a response passes the problem's tests, else 0. Linux on x86-64 only.
+"""Reward 1 if the program in a response passes the problem's tests, else 0. Linux on x86-64 only.
 
 The program is the last fenced block that defines the function asked for, else the last one labelled as Python, else the
 last without a label, else the last (`fences.py`). It may use what the other blocks define. A response without a block
 is the program, or continues the prompt's code. The program runs in a sandbox (`_sandbox.py`), apart from the process
 that runs the tests; it has Python's standard library and numpy. The prompt's row has the tests, in one of the layouts
-below. Under the last two a program may leave out the imports that the judges of these data sets supply (`SUPPLIED`),
-and the function may be a method of `class Solution`.
+below. Under the last two a program may leave out the imports that the judges of these data sets supply (`SUPPLIED`).
+Its function may then be a method of `class Solution`.
 
     HumanEval       columns prompt, entry_point and test, which defines check(candidate) (arXiv 2107.03374)
     LiveCodeBench   columns public_test_cases, private_test_cases, metadata (arXiv 2403.07974)
@@ -44,16 +44,18 @@ SUPPLIED = "".join(f"import {m}\nfrom {m} import *\n" for m in [*_MODULES.split(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PoolConfig):
-    """Attributes (beside those of `PoolConfig`):
-    timeout_s: seconds that all tests of a response may take together.
-    memory_mb: address space of the grading process, and of a program's process (at most 1024 there).
+    """Settings of the code reward, besides those of `PoolConfig`.
+
+    Attributes:
+      timeout_s: seconds that all tests of a response may take together.
+      memory_mb: address space in MiB of the grading process, and of a program's process (at most 1024 there).
     """
 
     timeout_s: float = 10.0
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """Grades the program in a response by the problem's tests: 1 or 0."""
 
     pool: WorkerPool
 
@@ -63,7 +65,7 @@ class Reward(BaseReward):
         self.pool.start()
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """Raises `UserError` for a prompt whose row has no tests."""
+        """Grades samples. Raises `UserError` for a prompt whose row has no tests."""
         out = np.zeros(len(samples), np.float32)
         tasks = [task(sample.text, sample.prompt.meta, sample.prompt.uid) for sample in samples]
         asked = [i for i, each in enumerate(tasks) if len(each["program"]) <= MAX_CHARS]
@@ -73,11 +75,11 @@ class Reward(BaseReward):
 
 
 def program(text: str, name: str, before: str = "") -> tuple[str, list[str]]:
-    """The program in a response, and the blocks beside it, whose definitions it may use.
+    """Extracts the program of a response, and the other code blocks, whose definitions the program may use.
 
     Args:
       text: the response. name: the function it should define; empty: any program.
-      before: code that the prompt ends with, which a response without a fenced block goes on with.
+      before: code at the prompt's end, which a response without a fenced block continues.
     """
     blocks, is_head = fences.blocks(text), _definition(name)
     if not blocks:

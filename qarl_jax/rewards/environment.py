@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward that the environment gave, turn by turn (`rollout.environment`), summed over a response."""
+"""A reward that sums what the environment gave for each turn of a response (`rollout.environment`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Config:
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """Sums the environment's rewards over the turns of a response."""
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([sum(sample.turn_rewards) for sample in samples], np.float32)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""1 for the reference answer, 0 for anything else: numbers compared by value, other answers as normalised text."""
+"""Reward 1 for the reference answer, else 0: numbers are compared by value, other answers as normalized text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qarl_jax.rewards.sample import BaseReward, Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A comparison of the response's answer with the known one.
+    """A comparison of the response's answer with the reference answer.
 
     Attributes:
       extract: the place in the response where its answer is looked for (see `extract.extract`).
@@ -33,7 +33,7 @@ class Config:
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """Compares the response's answer with the reference answer: 1 if they are equal, else 0."""
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([self._one(sample) for sample in samples], np.float32)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the final answer in a response. Linear time on any text: no regular expression that could backtrack."""
+"""Finds the final answer in a response, in linear time on any text: no regular expression can backtrack."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _ANSWER_MARKS = ("####", "answer is", "answer:", "answer**:")
 
 
 def extract(text: str, how: Extraction = "auto") -> str | None:
-    """The final answer in `text`, or None.
+    """Finds the final answer in `text`; returns None if there is none.
 
     Args:
       how: "whole" the text; "last_line" its last non-empty line; "last_number" the last number in it; "number"
         the last number in the last \\boxed{...}, else the first after the last "####" (GSM8K's mark), else the last;
-        "choice" the letter of a multiple-choice answer: in the last \\boxed{...}, else MMLU-Pro's order: the first
-        "answer is (X)", the last "Answer: X", the last capital letter from A to J that stands alone; before the last,
-        a response of one letter;
+        "choice" the letter of a multiple-choice answer: in the last \\boxed{...}, else in the first "answer is (X)",
+        the last "Answer: X" (both as MMLU-Pro), a response of one letter, or the last capital letter from A to J that
+        stands alone;
         "tag" what the last <answer>...</answer> holds; "boxed" what the last \\boxed{...} holds; "auto" the first of
         boxed, tag, the rest of the line after "####", "answer is" or "answer:", and the last line that gives something.
         An \\fbox{...} is a \\boxed{...}, as in MATH's own code.
@@ -153,7 +153,7 @@ def _boxed(text: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a number as people write it, or None.
+    """Parses a number as people write it to its exact value; None if `text` is no number.
 
     Examples: "1,234.50", "1{,}234", "-3/4", "2 1/2", "\\frac{1}{2}", "0.\\overline{3}", "$5", "12%" as 12. No
     exponents and at most 300 digits: 1e999999999 would be a denial of service.
@@ -183,7 +183,7 @@ def number(text: str) -> Fraction | None:
 
 
 def normalize(text: str) -> str:
-    """Text for comparison: lower case, single spaces, no quotes, type or mathematics marks around it, no full stop."""
+    """Normalizes text: lower case, single spaces, no quotes, bold type or math marks around it, no full stop."""
     out = " ".join(text.split())
     for _ in range(8):
         before = out
@@ -199,9 +199,9 @@ def normalize(text: str) -> str:
 
 
 def same(given: str, expected: str) -> bool:
-    """Tells whether two answers are equal as numbers, or else as normalised text.
+    """Tells whether two answers are equal as numbers, or else as normalized text.
 
-    A number that is expected may be given with its unit behind it: "18 apples", "18 km per hour" for 18.
+    For an expected number, the given answer may have a unit: "18 apples", "18 km per hour" for 18.
     """
     left, right = normalize(given), normalize(expected)
     if left == right:

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The fenced code blocks of a response, as CommonMark reads them (https://spec.commonmark.org/0.31.2, section 4.5).
+"""Finds the fenced code blocks of a response, as CommonMark does (https://spec.commonmark.org/0.31.2, section 4.5).
 
 A block may be indented in a list, stand in a quotation, be fenced by tildes, hold a shorter or indented fence, and end
-with the response. What models write beside its rules is read as meant:
+with the response. Common deviations from its rules are read as meant:
 
     words, a tag or a stop token beside a fence     "So: ```python", "```</answer>", "``` That's it", "return x```"
     a block that begins before another has ended    a fence is missing between the two
@@ -29,7 +29,7 @@ _STOP = re.compile(r"\s*(?:<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, content) of each block, in order. Example: blocks("~~~Py\\nx") = [("py", "x\\n")]."""
+    """Returns (lower-case language, content) of each block. Example: blocks("~~~Py\\nx") = [("py", "x\\n")]."""
     found = []
     for token in _parser().parse(_fences_apart(_quotes_as_fences(without_stop_tokens(text[-MAX_CHARS:])))):
         if token.type == "fence":
@@ -43,7 +43,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def without_stop_tokens(text: str) -> str:
-    """A text without the stop tokens that it ends with, as text."""
+    """Removes stop tokens, such as <|im_end|>, from the end of a text."""
     while stop := _STOP.search(text, max(0, len(text) - 64)):
         text = text[: stop.start()]
     return text

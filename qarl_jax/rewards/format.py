@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""1 for a response that consists of the wanted tagged sections, each once and in order, and 0 otherwise.
+"""Reward 1 for a response that consists of the wanted tagged sections, each once and in order, else 0.
 
 With the default sections: "<think> ... </think> <answer> ... </answer>" and only white space around (the format reward
-of DeepSeek-R1, arXiv 2501.12948, sec. 2.2.2). Prompts that end in an opening tag: say so with `opened`.
+of DeepSeek-R1, arXiv 2501.12948, sec. 2.2.2). Set `opened` if prompts end in the first opening tag.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Config:
 
 
 class Reward(BaseReward):
-    """1 for a response of the wanted tagged sections, each once and in order, else 0."""
+    """Checks that a response consists of the wanted tagged sections, each once and in order: 1 or 0."""
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([float(well_formed(sample.text, self.cfg)) for sample in samples], np.float32)
 
 
 def well_formed(text: str, cfg: Config) -> bool:
-    """Tells whether `text` is exactly the sections of `cfg`."""
+    """Tells whether `text` consists of exactly the sections of `cfg`."""
     text = f"<{cfg.sections[0]}>{text}" if cfg.opened else text
     if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in cfg.sections):
         return False

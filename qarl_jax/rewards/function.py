@@ -7,9 +7,9 @@
     def graded(text: str, answer: str, meta: dict, **options) -> float: ...
 
 `path` is "package.module:function" or "file.py:function". The function runs in a process of its own, without an
-accelerator. A function that raises, returns no finite number, ends its process, or takes more than `timeout_s` seconds
-for a response stops the run, with an error that names function and prompt (a reward that silently became 0 would be
-worse). What it prints goes to the standard error stream.
+accelerator. A function fails if it raises, returns no finite number, ends its process, or takes more than `timeout_s`
+seconds for a response. A failure stops the run with an error that names function and prompt (a reward that silently
+became 0 would be worse). What the function prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Config(PoolConfig):
 
 
 class Reward(BaseReward):
-    """See the module's text. Raises `UserError` at once for a function that cannot be had."""
+    """Calls the user's function for each response. Raises `UserError` at once if the function cannot be imported."""
 
     pool: WorkerPool
 
@@ -70,7 +70,7 @@ class Reward(BaseReward):
         self.pool.start()
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """Raises `UserError` where the function fails; names function and prompt."""
+        """Grades samples. Raises `UserError`, which names function and prompt, if the function fails."""
         calls = [(sample.text, sample.prompt.answer, dict(sample.prompt.meta)) for sample in samples]
         tasks = [{"call": base64.b64encode(pickle.dumps(call)).decode()} for call in calls]
         names = [f"prompt {sample.prompt.uid}" for sample in samples]

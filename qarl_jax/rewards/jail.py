@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The jail of the processes that run, or evaluate, what a policy wrote: bubblewrap, where the machine has it.
+"""Jails the processes that run or evaluate what a policy wrote, with bubblewrap where the machine has it.
 
     bubblewrap   user, PID, network, IPC, UTS and cgroup namespaces of its own; a read-only file system that holds the
                  Python interpreter, its packages and this package; an empty /tmp; no /proc, no terminal, no
                  capabilities; a few environment variables. The jail ends with the trainer, and all in it with the jail.
     inside       `_sandbox.lock_down`: a filter of system calls, and Landlock where the kernel has it
 
-Without a working bubblewrap the second wall stands alone, and the run's log says so. SECURITY.md says what is promised
-under which.
+Without a working bubblewrap only `lock_down` protects the machine, and the run's log says so. SECURITY.md says what
+each of the two promises.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def command() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """All environment variables of a jailed process."""
+    """Returns all environment variables of a jailed process."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHASHSEED") if name in os.environ}
     return {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "PYTHONPATH": os.pathsep.join(_packages()), **kept}
 
 
 @functools.cache
 def bubblewrap() -> tuple[tuple[str, ...], str]:
-    """(the command that jails what follows it, ""), or ((), why there is none). Tried once in a process."""
+    """Returns (command prefix that jails a program, ""), or ((), reason) if bubblewrap does not work. Cached."""
     if (program := shutil.which("bwrap")) is None:
         return (), "bubblewrap is not installed"
     jail = [program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--tmpfs", "/tmp"]
@@ -62,7 +62,7 @@ def bubblewrap() -> tuple[tuple[str, ...], str]:
 
 
 def walls() -> tuple[bool, str]:
-    """Returns (True if bubblewrap is in force, a sentence about the walls)."""
+    """Returns (True if bubblewrap works, words that name the protections in force)."""
     abi = _sandbox.landlock_abi()
     inner = ("a filter of system calls" if _sandbox.HAS_FILTER else "no filter of system calls") + (
         f" and Landlock (ABI {abi})" if abi else ""
@@ -73,7 +73,7 @@ def walls() -> tuple[bool, str]:
 
 @functools.cache
 def announce(say: Callable[[str], None]) -> None:
-    """Says to each `say` once what jails programs, where bubblewrap does not."""
+    """Calls each `say` once with the protections in force, if bubblewrap does not work."""
     whole, found = walls()
     if not whole:
         say(f"what the policy writes is run or evaluated behind {found}. SECURITY.md says what that leaves open.")

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The score of a language model behind an OpenAI-compatible endpoint (vLLM, llama.cpp, SGLang, a vendor's).
+"""A reward from a language model behind an OpenAI-compatible endpoint (vLLM, llama.cpp, SGLang, a vendor's).
 
     reward: {name: judge, url: http://127.0.0.1:8000/v1, model: Qwen3-32B, cache: judge.jsonl, budget_requests: 20000}
 
@@ -61,10 +61,10 @@ class Config:
 
     Attributes:
       url: of the endpoint, up to and with its version: http://127.0.0.1:8000/v1.
-      model: the judge's name there.
-      prompt: Jinja template of the request; empty: the module's.
+      model: the judge's name at the endpoint.
+      prompt: Jinja template of the request; empty: `PROMPT`.
       best: the score that gives reward 1.
-      max_tokens: of a reply.
+      max_tokens: most tokens of a reply.
       temperature: of the judge's sampling.
       extra: further fields of a request, for example {chat_template_kwargs: {enable_thinking: false}}.
       concurrency: requests at a time.
@@ -104,14 +104,14 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A judge's text, and the tokens that it took."""
+    """A judge's reply, and the number of tokens that request and reply took."""
 
     text: str
     tokens: int
 
 
 class Replies:
-    """Replies by request, in memory and in a file of JSON lines; what they took together is the budget's."""
+    """A cache of replies by request, in memory and in a file of JSON lines; it counts requests and tokens."""
 
     def __init__(self, file: str):
         self.file, self.known, self.tokens = file, dict[str, Reply](), 0
@@ -138,7 +138,7 @@ class Replies:
         self.tokens += reply.tokens
 
     def add(self, key: str, reply: Reply) -> None:
-        """Keeps a reply; from any thread."""
+        """Stores a reply under its request's key. Thread-safe."""
         with self._lock:
             self._keep(key, reply)
             if self.file:
@@ -148,7 +148,7 @@ class Replies:
 
 
 class Reward(BaseReward):
-    """See the module's text. Raises `UserError` for a template or a cache that cannot be read."""
+    """Asks a language model to score each response. Raises `UserError` for an unreadable template or cache."""
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.cfg = cfg
@@ -156,7 +156,7 @@ class Reward(BaseReward):
         self.replies = Replies(cfg.cache)
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """Raises `UserError` where the endpoint keeps failing or refuses, or the budget is used up."""
+        """Scores samples. Raises `UserError` if the endpoint keeps failing or refuses, or the budget is used up."""
         bodies = {
             i: self._body(sample)
             for i, sample in enumerate(samples)
@@ -204,16 +204,16 @@ class Reward(BaseReward):
 
 
 def score_in(text: str, best: float) -> float:
-    """The last "Score: N" of a reply over the best score, within 0 and 1; 0 without one."""
+    """Returns the last "Score: N" of a reply divided by `best`, clipped to [0, 1]; 0 if there is none."""
     found = _SCORE.findall(text)
     return min(1.0, max(0.0, float(found[-1]) / best)) if found else 0.0
 
 
 def post(cfg: Config, body: bytes) -> Reply:
-    """Sends a request, again where the endpoint is busy or away.
+    """Sends a request, and retries while the endpoint is busy or cannot be reached.
 
     Raises:
-      UserError: the endpoint refuses it, or was busy or away each time.
+      UserError: the endpoint refuses the request, or the last retry failed.
     """
     key = os.environ.get(cfg.key_env, "")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""1 where math-verify (https://github.com/huggingface/Math-Verify) finds the answer equal to the reference, else 0.
+"""Reward 1 if math-verify (https://github.com/huggingface/Math-Verify) finds answer and reference equal, else 0.
 
 Equality is symbolic (1/2 = 0.5 = \\frac{1}{2}), in worker processes with a deadline (see `pool.py`). Answers that are
 already equal as text or as plain numbers do not go through a worker.
@@ -20,14 +20,14 @@ Where math-verify 0.9.0 is wrong, and what is done about it here:
     50\\% = 50, 50\\% = 0.5         it says yes to both; so do we. With antlr 4.11 it says no to both: 4.13 is required
     e^{i\\pi} = -1                  it says no, and so do we
 
-Published tables of two benchmarks come from judges that allow an error, and take a reference for a percentage, too.
-`tolerance` is theirs, beside everything that is equal anyway:
+Published tables of two benchmarks come from judges that allow an error, and accept a percentage for a fraction.
+`tolerance` accepts what these judges accept, besides all equal answers:
 
     minerva         1e-4 of the larger number (Qwen2.5-Math's grader)
     olympiadbench   1.01 times the row's `error`, 1e-8 where it has none (OlympiadBench's judge); of several answers,
                     each is found among the given ones, as many as there are
 
-In both the reference, a hundred times it, and a hundredth of it count. Expressions are evaluated.
+Both compare with the reference, a hundred times it, and a hundredth of it. Expressions are evaluated.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ _ORDINAL = re.compile(r"\^(?:\{\\text\{(?:st|nd|rd|th)\}\}|\\text\{(?:st|nd|rd|t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PoolConfig):
-    """Attributes (beside those of `PoolConfig`):
-    truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
-    tolerance: the error that a benchmark's own judge allows: none, minerva or olympiadbench (the module's text).
+    """Settings of the math-verify reward, besides those of `PoolConfig`.
+
+    Attributes:
+      truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
+      tolerance: the error that a benchmark's own judge allows: none, minerva or olympiadbench (the module's text).
     """
 
     truncated: Literal["zero", "score"] = "zero"
@@ -76,7 +78,7 @@ class Config(PoolConfig):
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """Compares answers symbolically with math-verify: 1 if equal to the reference, else 0."""
 
     pool: WorkerPool
 
@@ -124,13 +126,13 @@ class Reward(BaseReward):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """An error that a number may have: `relative` of the larger of two, or `absolute`."""
+    """The tolerance of a comparison: `relative` to the larger number, or `absolute`, whichever is larger."""
 
     relative: float = 0.0
     absolute: float = 0.0
 
     def holds(self, given: float, expected: float) -> bool:
-        """Tells whether a number is near the expected one, a hundred times it or a hundredth of it."""
+        """Tells whether `given` is within the tolerance of `expected`, of 100 times it or of a hundredth of it."""
         return any(
             abs(given - each) <= max(self.absolute, self.relative * max(abs(given), abs(each)))
             for each in (expected, expected / 100, expected * 100)
@@ -138,11 +140,11 @@ class Allowed:
 
 
 def near(given: str, expected: str, allowed: Sequence[Allowed]) -> bool:
-    """Tells whether all answers, parted by commas, are numbers near the expected ones, in any order.
+    """Tells whether all answers, separated by commas, are numbers near the expected ones, in any order.
 
     Args:
-      given: as written. expected: likewise.
-      allowed: the error of each expected answer; the last one is that of all further ones.
+      given, expected: the answers as written.
+      allowed: the error of each expected answer; the last entry is for all further answers.
     """
     wanted, left = ([_value(part) for part in _parts(text)] for text in (expected, given))
     if len(wanted) != len(left) or None in wanted or None in left:
@@ -178,8 +180,7 @@ def _one_answer(boxed: str, expected: str) -> str:
 
 
 def settled(given: str, expected: str) -> bool | None:
-    """Tells whether two answers are equal, where that takes no algebra or math-verify would be wrong; None
-    elsewhere."""
+    """Compares two answers without algebra, or where math-verify would be wrong; None: math-verify has to decide."""
     if extract.same(given, expected):
         return True
     based = [_BASED.fullmatch(text.strip()) for text in (given, expected)]

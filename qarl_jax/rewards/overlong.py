@@ -36,7 +36,7 @@ class Config:
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """Gives a penalty from 0 to -1 to responses that come near the length limit."""
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.buffer_len = cfg.buffer_len

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Grading in other processes, with a deadline that always holds.
+"""Worker processes for grading, with a hard deadline per task.
 
 Symbolic verifiers run on text that a model wrote. Some texts take minutes, some never return, some crash the
 interpreter; a user's function may do all of that. So each worker is a process of its own (`_worker.py`: no JAX, no
@@ -8,7 +8,7 @@ accelerator) and leads a process group. A task that misses its deadline gets no 
 that it started, and replaced. Workers are also replaced after `recycle_after` tasks, because sympy's caches grow.
 
 Workers that run or evaluate what a policy wrote are jailed (`jail.py`): programs, and expressions that math-verify and
-reasoning-gym's scorers evaluate. A user's function or environment is not: it may do what its user may do.
+reasoning-gym's scorers evaluate. A user's function or environment is not jailed: it has all rights of its user.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class PoolConfig:
     Attributes:
       workers: processes; 0: one per core, at most 8.
       timeout_s: seconds a single response may take; then it scores 0.
-      recycle_after: tasks after which a worker is replaced; 0: never (not from a config).
-      memory_mb: address space of a worker; 0: not limited.
+      recycle_after: tasks after which a worker is replaced; 0: never. No config can set it.
+      memory_mb: address space of a worker in MiB; 0: not limited.
     """
 
     workers: int = 0
@@ -79,8 +79,8 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself; the
-    scores of a task that is a batch."""
+    """The result of one task. `score`: None if the task failed. `error`: what went wrong, or empty. `ended`: the worker
+    ended by itself. `scores`: those of a task that is a batch."""
 
     score: float | None
     error: str = ""
@@ -93,15 +93,15 @@ def _tell(text: str) -> None:
 
 
 class WorkerPool:
-    """A few graders of one kind, which keep the order of their tasks.
+    """A pool of worker processes of one kind; answers come in the order of the tasks.
 
     Args:
-      kind: of the graders, see `_worker.py`.
+      kind: the grader that the workers load, such as "math" (`_worker.py`).
       cfg: see `PoolConfig`.
-      setup: what the kind needs to know at its start.
-      name: what the graders are called in what is said of them; empty: by their kind.
-      say: is given a line when a task takes long.
-      jailed: whether the workers run what a policy wrote; those of math, gym and code always do.
+      setup: argument of the grader's start, in the form that `kind` takes.
+      name: the workers' name in messages; empty: made from `kind`.
+      say: called with a line of text when a task takes long.
+      jailed: jail the workers (`jail.py`); those of math, gym and code always are.
       python: the interpreter of workers that are not jailed.
       gpus: CUDA_VISIBLE_DEVICES of such workers; empty: none.
       start_s: seconds that a worker may take to start.
@@ -139,14 +139,14 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
     def start(self, slot: int = 0) -> Worker:
-        """A worker, started if it does not run, so that one that cannot start is known now. Raises as `answers`."""
+        """Returns the worker of a slot, and starts it if it does not run. Raises as `answers`."""
         worker = self._workers[slot]
         if worker is None:
             worker = self._workers[slot] = Worker(self)
         return worker
 
     def map(self, tasks: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Scores; None where a task missed its deadline or brought its worker down. Raises as `answers`."""
+        """Returns a score per task; None if the task missed its deadline or crashed its worker. Raises as `answers`."""
         return [None if answer is None else answer.score for answer in self.answers(tasks)]
 
     def answers(
@@ -156,12 +156,12 @@ class WorkerPool:
         names: Sequence[str] = (),
         strict: bool = False,
     ) -> list[Answer | None]:
-        """One answer per task.
+        """Runs tasks and returns one answer per task.
 
         Args:
-          tasks: as the kind takes them.
-          names: of the tasks, for what is said of one that takes long.
-          strict: begin no task after one that went wrong; those not begun have None.
+          tasks: JSON objects in the form that the kind takes (`_worker.py`).
+          names: the tasks' names in messages about slow tasks.
+          strict: begin no task after an error; the answer of a task that was not begun is None.
 
         Raises:
           UserError: a worker cannot start (a missing package).
@@ -239,7 +239,7 @@ def _stop_all(workers: list[Worker | None]) -> None:
 
 
 class Worker:
-    """One process and its two pipes."""
+    """A worker process and its two pipes."""
 
     def __init__(self, pool: WorkerPool):
         self.served = 0
@@ -275,7 +275,7 @@ class Worker:
             raise UserError(f"{pool.name} did not start: {greeting['error']}")
 
     def ask(self, task: Mapping[str, Any], timeout_s: float) -> Answer:
-        """The answer; one without a score if it did not come in time, or will not come."""
+        """Sends a task and returns its answer, whose score is None after a timeout, a crash or a malformed reply."""
         self.served += 1
         until = time.monotonic() + timeout_s
         line = self._read_line(until - time.monotonic()) if self.send(task, timeout_s) else None
@@ -291,7 +291,7 @@ class Worker:
         return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
 
     def send(self, task: Mapping[str, Any], timeout_s: float = _START_S) -> bool:
-        """Gives it a task; whether it took it. One that does not read it within `timeout_s` is ended."""
+        """Sends a task. Returns False, and kills the worker, if it does not read the task within `timeout_s`."""
         assert self.process.stdin is not None
         handle, deadline = self.process.stdin.fileno(), time.monotonic() + timeout_s
         os.set_blocking(handle, False)
@@ -336,7 +336,7 @@ class Worker:
         return lines[-1] if lines else f"no message, within {_START_S:g} s at most"
 
     def kill(self) -> None:
-        """End it, and all that it started."""
+        """Kills the process and its descendants."""
         if self.process.returncode is not None:  # its number may be somebody else's
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -345,7 +345,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it and let go of it."""
+        """Kills the process and its descendants, reaps it and closes its pipes."""
         self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.errors):

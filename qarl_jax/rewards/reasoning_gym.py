@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The task's own scorer, for prompts of the reasoning_gym source: many tasks have more than one right answer.
+"""A reward from reasoning-gym's own scorer of a prompt's task: many tasks have more than one right answer.
 
 Scorers give partial credit (a right answer inside a longer text, a near miss). By default only a full score counts, so
-that the reward is accuracy; `threshold: null` passes partial credit on. They run in worker processes with a deadline,
-because some evaluate what the model wrote (see `pool.py`).
+that the reward is accuracy; `threshold: null` passes partial credit on. They run in worker processes, with a deadline,
+because some scorers evaluate model output (see `pool.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ MAX_CHARS = 20_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PoolConfig):
-    """Attributes (beside those of `PoolConfig`):
-    threshold: scores from here on give 1, lower ones 0; null: the score itself.
-    extract: where the answer is looked for (see `extract.extract`).
-    truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
+    """Settings of the reasoning-gym reward, besides those of `PoolConfig`.
+
+    Attributes:
+      threshold: scores of at least this give 1, lower ones 0; null: the score itself is the reward.
+      extract: where the answer is looked for (see `extract.extract`).
+      truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
     """
 
     threshold: float | None = 1.0
@@ -44,7 +46,7 @@ class Config(PoolConfig):
 
 
 class Reward(BaseReward):
-    """See the module's text."""
+    """Scores answers with the scorer of the prompt's reasoning-gym task."""
 
     pool: WorkerPool
 
@@ -53,7 +55,7 @@ class Reward(BaseReward):
         self.pool = WorkerPool("gym", cfg)
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """Raises `UserError` for prompts of another source."""
+        """Grades samples. Raises `UserError` for a prompt that is not from the source reasoning_gym."""
         out = np.zeros(len(samples), np.float32)
         asked: list[int] = []
         tasks = []

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The score of a reward model: a Hugging Face sequence-classification folder with one label.
+"""A reward from a reward model: a Hugging Face sequence-classification folder with one label.
 
     reward: {name: reward_model, path: models/Skywork-Reward-V2-Qwen3-8B, gpus: "1", dtype: bfloat16}
 
 The model runs under transformers in a process of its own, in the bridge's interpreter (`python`), which has torch; the
-learner never imports it. So any family works, and the learner's memory plan has no part of it. Give it a GPU that
+learner never imports it. So any family works, and the learner's memory plan leaves it out. Give it a GPU that
 neither learner nor engine uses, or the CPU. It reads the prompt's messages and the response through its own chat
 template, and scores at the last token. The score is the model's logit as it is: scale it by `coef` in a sum. A response
 that does not fit loses its beginning. Empty responses score `worst`.
@@ -36,8 +36,8 @@ class Config(PoolConfig):
     """A reward model: a folder, and the processes that score with it.
 
     Attributes:
-      path: the folder.
-      dtype: of the model's weights and products.
+      path: the model's folder.
+      dtype: dtype of the model's weights and matrix products.
       gpus: CUDA_VISIBLE_DEVICES of its process; empty: the CPU.
       batch: responses that are scored together.
       max_len: most tokens of a prompt with its response.
@@ -68,7 +68,7 @@ class Config(PoolConfig):
 
 
 class Reward(BaseReward):
-    """See the module's text. Raises `UserError` at once for a folder that is no reward model."""
+    """Scores responses with a reward model. Raises `UserError` at once if the folder is no reward model."""
 
     pool: WorkerPool
 
@@ -83,7 +83,7 @@ class Reward(BaseReward):
         self.pool.start()
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """Raises `UserError` where the model fails, or gives no finite number."""
+        """Scores samples. Raises `UserError` if the model fails, or gives no finite number."""
         out = np.full(len(samples), self.cfg.worst, np.float32)
         graded = [
             i

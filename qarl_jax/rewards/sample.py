@@ -26,8 +26,8 @@ class Sample:
         and the stop token at its end. It is model output: never trust it.
       num_tokens: its length in tokens, the end token included.
       finish_reason: "stop", "length" or "abort" (see `Completion`).
-      max_tokens: most tokens it could have; 0: the run's `rollout.max_response_len`.
-      turn_rewards: what the environment gave for each turn; empty without one.
+      max_tokens: the limit on its tokens; 0: the run's `rollout.max_response_len`.
+      turn_rewards: the environment's reward of each turn; empty without an environment.
     """
 
     prompt: Prompt
@@ -58,7 +58,7 @@ class BaseReward(abc.ABC):
 
     @abc.abstractmethod
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """One finite number a sample, float32 [n], in their order."""
+        """Returns one finite reward per sample, float32 [n], in the order of samples."""
 
     def close(self) -> None:
         """Ends worker processes, where there are some. May be called twice."""

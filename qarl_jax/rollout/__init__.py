@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines: what samples completions under a published policy version.
+"""Rollout engines: programs that sample completions from a published version of the policy.
 
     engine.publish(PolicyWeights(graphdef, params, qweights), version=3)
     groups = engine.generate(prompts, num_samples=8, sampling=SamplingConfig(max_response_len=256), key=1234)
     groups[i][j]        # the j-th Completion of prompts[i]
-    more = engine.extend(requests, sampling=SamplingConfig(max_response_len=64))    # goes on with some
+    more = engine.extend(requests, sampling=SamplingConfig(max_response_len=64))    # continues responses
 
-Every engine computes with the QTensors it is given; none quantizes. Sampled tokens are a function of the published
-weights, the key, the prompt and the sample's number, and never of which slot or batch a sequence landed in.
+An engine computes with the quantized weights (QTensors) that the learner publishes, and never quantizes. Sampled tokens
+depend on the published weights, the key, the prompt and the sample's number alone, never on the batch.
 
-A new engine is one file with a `Config` and a class that satisfies `RolloutEngine`, and one line in `ENGINES`; the
-battery in tests/rollout/test_protocol.py greets it.
+A new engine is one file with a `Config` and a class that satisfies `RolloutEngine`, and one line in `ENGINES`. The
+tests in tests/rollout/test_protocol.py then run against the new engine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from qarl_jax.types import Completion, Prompt, UserError
 class SamplingConfig:
     """The distribution tokens are drawn from.
 
-    The logits are divided by `temperature`, and the tail outside the smallest set of mass `top_p` is masked. The rest
-    is renormalized, drawn from, and reported as the token's log-probability.
+    The logits are divided by `temperature`; tokens outside the smallest set of probability `top_p` are masked. A
+    token's reported log-probability is under the renormalized distribution that it was drawn from.
 
     Attributes:
       max_response_len: most tokens of a response, the end token included.
@@ -62,11 +62,11 @@ class PolicyWeights:
 
     Attributes:
       graphdef: the model's static half (`models.split`), carrying config and scheme.
-      params: the masters. An engine reads those that have no QTensor (embedding, norms, head, biases), in its dtype.
-        A master that has a QTensor may be missing.
+      params: the masters. An engine casts masters without a QTensor (embedding, norms, head, biases) to its dtype. A
+        master with a QTensor may be missing.
       qweights: the QTensors, by path; empty for a bf16 policy.
-      fixed: paths of the leaves that are the same in every version that the engine is given: it may keep what it has.
-      elsewhere: paths of those that no version brings: the engine reads the learner's memory (`vllm.one_base`).
+      fixed: paths of leaves that never change between versions; the engine may keep its first copy.
+      elsewhere: paths of leaves that are never sent: the engine reads them in the learner's memory (`vllm.one_base`).
     """
 
     graphdef: Any
@@ -78,13 +78,13 @@ class PolicyWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One response to begin, or to go on with. What is drawn depends on the weights and on these fields alone.
+    """A request to begin or continue one response. The drawn tokens depend on the weights and on these fields alone.
 
     Attributes:
       prompt: the prompt.
       number: number of the sample among the prompt's; `generate` counts from 0.
-      key: as in `generate`.
-      tokens: the response so far; empty: begin it.
+      key: seed of the random numbers, an int in [0, 2**63).
+      tokens: the response so far; empty for a response that begins.
       max_tokens: most tokens to add.
     """
 
@@ -96,13 +96,13 @@ class Request:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens before the next token."""
+        """Returns the prompt's tokens and the response so far: everything before the next token."""
         return (*self.prompt.tokens, *self.tokens)
 
 
 def requests_for(prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int) -> list[Request]:
-    """Lists the requests of `RolloutEngine.generate`, prompt by prompt. The samples of a prompt that is given twice are
-    numbered on, so that its copies differ.
+    """Lists the requests of `RolloutEngine.generate`, prompt by prompt. A second copy of a prompt continues the sample
+    numbers of the first, so that the copies get different responses.
 
     Raises:
       UserError: `num_samples` is below 1.
@@ -126,35 +126,34 @@ Drawn = Generator[tuple[int, Completion], None, None]
 class RolloutEngine(Protocol):
     """Samples completions under the last published version.
 
-    An engine implements `draw`; `generate` and `extend` collect it. After `publish` the engine holds no reference to
-    the caller's arrays, so the learner may donate them. Equal keys, weights and prompts give equal completions; `key`
-    is any int in [0, 2**63).
+    An engine implements `draw`; `generate` and `extend` collect its results. After `publish` the engine holds no
+    reference to the caller's arrays, so the learner may donate them. Equal keys, weights and prompts give equal
+    completions; `key` is any int in [0, 2**63).
 
-    A request with tokens continues a response. Begun with the key and number of `generate`, a response draws as it does
-    there. Whether a response made in pieces equals one made at once depends on the engine: the embedded sampler's does
-    under equal weights; vLLM's randomness starts anew with every piece.
+    A request with tokens continues a response. A response drawn in pieces equals one drawn at once with the embedded
+    sampler, if the weights are equal. With vLLM it may differ: vLLM seeds its random numbers anew for every request.
 
     Attributes:
-      version: the version being served; -1: nothing was published.
+      version: the policy version being served; -1 before the first publish.
     """
 
     version: int
 
     @property
     def facts(self) -> Any:
-        """The report of a live vLLM about itself (`qarl_bridge.protocol.messages.Facts`); None where there is none."""
+        """A live vLLM's report about itself (`qarl_bridge.protocol.messages.Facts`); None for other engines."""
         return None
 
     def prepare(self, graphdef: Any) -> None:
-        """The weights of this model will be published: what can be started before them may be. Returns at once."""
+        """Starts early whatever does not need weights, for a model whose weights will be published. Returns at once."""
 
     def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
-        """Memory for a frozen base, which learner and engine then hold once (`vllm.one_base.OneBase`); None: each holds
-        a copy. Call it before `prepare`.
+        """Allocates a frozen base that learner and engine share in one copy (`vllm.one_base.OneBase`). Returns None
+        where each holds a copy. Call it before `prepare`.
 
         Args:
-          graphdef: of both, which agree on the scheme.
-          mesh: the learner's.
+          graphdef: the model's static half; learner and engine must agree on the scheme.
+          mesh: the learner's mesh.
         """
         del graphdef, mesh
 
@@ -162,17 +161,17 @@ class RolloutEngine(Protocol):
         """Serves `weights` as `version` from now on.
 
         Returns:
-          Metrics by name: seconds of each phase (`*_s`), bytes and counts; none where an engine has nothing to tell.
+          Metrics by name: seconds of each phase (`*_s`), bytes and counts; empty if an engine measures nothing.
 
         Raises:
-          UserError: the model or its schemes are not those of the first publish, or the engine cannot serve them.
+          UserError: the model or its schemes differ from those of the first publish, or the engine cannot serve them.
         """
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
         """Yields (index of the request, its completion) once per request, as completions end, in any order.
 
-        A completion holds the tokens added alone; "length" means that the request's `max_tokens`, or the limit of
-        `sampling`, was reached.
+        A completion holds only the tokens that this call added. Its finish_reason is "length" if the request's
+        `max_tokens` or the limit of `sampling` was reached.
 
         Raises:
           UserError: nothing was published yet, or a prompt has a token that the model does not know.
@@ -194,7 +193,7 @@ class RolloutEngine(Protocol):
         return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 
     def close(self) -> None:
-        """Lets go of weights, programs and processes. May be called twice."""
+        """Releases weights, programs and processes. May be called twice."""
 
 
 def _jax(config: Any = None, **options: Any) -> RolloutEngine:
@@ -218,7 +217,7 @@ ENGINES: dict[str, Callable[..., RolloutEngine]] = {
 
 
 def make_engine(name: str, config: Any = None, **options: Any) -> RolloutEngine:
-    """The engine `name` of `ENGINES`, built from its own Config (None: its defaults)."""
+    """Builds the engine that `ENGINES` lists under `name`, from that engine's Config (None: its defaults)."""
     if name not in ENGINES:
         raise UserError(f"rollout.engine: no engine {name!r}; there are {', '.join(ENGINES)}")
     return ENGINES[name](config, **options)

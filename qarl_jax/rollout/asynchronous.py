@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous training (`train.asynchronous`): an engine that samples in one thread and is published to from another.
+"""Asynchronous training (`train.asynchronous`): one thread samples with an engine, another publishes to it.
 
-    schedule = Schedule(cfg, steps)                    who may begin what, and when
-    engine = SharedEngine(engine, schedule)            publishing and sampling take turns; publishing goes first
+    schedule = Schedule(max_staleness, lockstep, steps)    # when a batch may begin, and when a publish
+    engine = SharedEngine(engine, schedule)                # one call at a time; a waiting publish goes first
 
 The batch of step s is begun when version s - max_staleness is being served. Versions come in where the engine is free:
-between batches, or every `chunk` tokens. In lockstep a publish waits until the batches that are due under the version
-before it have been sampled (docs/asynchronous.md).
+between batches, or every `chunk` tokens. In lockstep a publish waits until the batches due under the served version
+have been sampled (docs/asynchronous.md).
 
 Sources: AReaL (arXiv 2505.24298), LlamaRL (arXiv 2505.24034).
 """
@@ -28,12 +28,12 @@ from qarl_jax.types import Completion, UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sampling that goes on while the learner updates.
+    """Asynchronous training: the engine samples later steps while the learner updates.
 
     Attributes:
       max_staleness: k: step s trains on tokens of versions s - k and newer; 0: off, the sampler waits for the learner.
       chunk: tokens after which sequences are interrupted for a new version; 0: a version comes in between batches.
-      lockstep: versions by count ("on") or by the clock ("off"); "auto": on with the embedded sampler.
+      lockstep: a version comes in after counted batches (on) or when ready (off); auto: on with the embedded sampler.
     """
 
     max_staleness: int = 0
@@ -51,20 +51,20 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Tells whether anything is sampled ahead."""
+        """Tells whether batches are sampled ahead of the learner."""
         return self.max_staleness > 0
 
 
 class StoppedError(Exception):
-    """The run is ending: nobody wants what was being sampled."""
+    """Raised in a sampling thread when the run ends: its batch is not needed."""
 
 
 class Schedule:
-    """The conditions that the two threads wait for, under one lock.
+    """Decides when the sampling thread may begin a batch and when the learner may publish. One lock guards its state.
 
     Args:
-      max_staleness: k.
-      lockstep: True if a publish waits for the batches that are due before it.
+      max_staleness: versions by which a batch may be older than its step.
+      lockstep: True if a publish waits until the batches due under the served version are sampled.
       steps: the run's length; no batch is begun for later steps.
     """
 
@@ -76,30 +76,30 @@ class Schedule:
         self.stopped = False
 
     def begin(self, step: int) -> None:
-        """Returns when the batch of a step may be begun. Raises `StoppedError`."""
+        """Waits until the batch of a step may be begun. Raises `StoppedError`."""
         self._wait(lambda: self.version >= step - self.max_staleness)
 
     def end(self, step: int) -> None:
-        """The batches up to this step are complete."""
+        """Records that the batches up to this step are complete."""
         with self.changed:
             self.sampled = max(self.sampled, step)
             self.changed.notify_all()
 
     def before_publish(self, version: int) -> None:
-        """Returns when a version may take the place of the one that is served."""
+        """Waits until `version` may replace the served version."""
         if self.lockstep and self.version >= 0:
             due = min(self.version + self.max_staleness, self.steps - 1)
             with contextlib.suppress(StoppedError):
                 self._wait(lambda: self.sampled >= due)
 
     def published(self, version: int) -> None:
-        """A version is being served."""
+        """Records that `version` is being served."""
         with self.changed:
             self.version = version
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody is to wait any longer."""
+        """Wakes every waiting thread: the run ends."""
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
@@ -112,12 +112,12 @@ class Schedule:
 
 
 class SharedEngine(RolloutEngine):
-    """A RolloutEngine for two threads. Calls take turns, and a publish goes before every other call that waits.
+    """A RolloutEngine that two threads may call. Calls exclude each other; a waiting publish goes first.
 
     Args:
       engine: the sampler. Closing this engine closes it.
-      schedule: is asked before a publish, and notified after it.
-      chunk: tokens per sequence after which a sampling call lets another call in; 0: at its end.
+      schedule: asked before a publish and notified after it.
+      chunk: tokens per sequence after which a sampling call lets another call in; 0: only when it has ended.
     """
 
     def __init__(self, engine: RolloutEngine, schedule: Schedule, chunk: int = 0):

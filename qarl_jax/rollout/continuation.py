@@ -3,7 +3,7 @@
 """Responses drawn in pieces, under one policy version or several.
 
     response = begin(prompt)                            # nothing drawn; finish_reason "abort" marks it unfinished
-    response = joined(response, added, limit)           # a piece behind it
+    response = joined(response, added, limit)           # with a piece appended
     for index, whole in in_chunks(extend, requests, sampling, chunk=256): ...
 
 Every token keeps the log-probability of the version that drew it, and a `VersionSpan` names that version. Partial
@@ -26,7 +26,7 @@ UNFINISHED = "abort"
 
 
 def begin(prompt: Prompt) -> Completion:
-    """A response without tokens."""
+    """Makes a response without tokens; its finish_reason "abort" marks it as unfinished."""
     return Completion(
         prompt_tokens=tuple(prompt.tokens),
         tokens=(),
@@ -64,7 +64,7 @@ def in_chunks(
 
 
 def continued(request: Request, response: Completion, max_tokens: int) -> Request:
-    """Asks for at most `max_tokens` more tokens of a response that answers `request`."""
+    """Makes a request for at most `max_tokens` more tokens of a response to `request`."""
     return dataclasses.replace(request, tokens=request.tokens + response.tokens, max_tokens=max_tokens)
 
 

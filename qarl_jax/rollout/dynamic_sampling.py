@@ -2,20 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses a step's responses: dynamic sampling and overlong filtering (DAPO, arXiv 2503.14476, sec. 3).
 
-Dynamic sampling. A group whose rewards are all alike has no gradient. Such groups are left out, and more prompts are
-sampled until the step is full or `max_batches` batches have been drawn; then the step is cut to its size. Where even
-that leaves it short, groups without a signal fill it up: they weigh in the denominators, as they do without dynamic
-sampling, so a step never grows for want of data.
+Dynamic sampling. A group whose rewards are all equal has no gradient. Such groups are left out, and more prompts are
+sampled until the step is full or `max_batches` batches have been drawn; then the step is cut to its size. If it is
+still short, groups of equal rewards fill it up. They count in the loss's denominators, as they do without dynamic
+sampling.
 
-Batch 0 of a step is the prompt stream's; batch k > 0 is drawn from all other prompts by (seed, step, k). So which
-prompts a step sees depends on its number, the seed and the policy alone, a resumed run repeats it, and turning the
-strategy on leaves the order of the stream as it was.
+Batch 0 of a step comes from the prompt stream; batch k > 0 is drawn from the remaining prompts by (seed, step, k). A
+step's prompts therefore depend on its number, the seed and the policy alone: a resumed run repeats them, and the
+stream's order does not change.
 
-Overlong filtering. A response cut off at the length limit has a reward that says little about it; masked, it takes part
-in its group's advantages but not in the loss or its denominators. verl leaves this out, TRL's recipe has it: off here.
+Overlong filtering. A response cut off at the length limit has a misleading reward. When it is masked, it takes part in
+its group's advantages but not in the loss or its denominators. Off by default, as in verl; TRL's recipe turns it on.
 
-Left out: sampling ahead of need (more prompts than a step holds, at once), which trades waste for fewer rounds; with
-partial rollouts (`partial_rollouts.py`) nothing of it is wasted.
+Not supported: sampling more prompts at once than a step holds; partial rollouts (`partial_rollouts.py`) do so without
+wasting tokens.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Sampler = Callable[[list[Prompt], int], tuple[list[RolloutGroup], Parts]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Dynamic sampling.
+    """Dynamic sampling: groups of equal rewards are replaced by more prompts (DAPO).
 
     Attributes:
       max_batches: most batches of prompts sampled per step; 1: off, every group is trained on. DAPO, verl: 10.
-      metric: name of the reward term that decides (a verifier's, with reward.name=sum); empty: the total reward. A
-        length penalty makes totals differ where the answers are all wrong.
+      metric: reward term whose values must differ within a group (a verifier's, with reward.name=sum); empty: the total
+        reward. A length penalty makes totals differ where the answers are all wrong.
     """
 
     max_batches: int = 1
@@ -61,11 +61,11 @@ class Collected:
     """The sampled groups of a step.
 
     Attributes:
-      groups: those to train on, as many as a step has prompts.
-      sampled: all of them, in the order they were drawn.
-      parts: the reward terms over all samples of `sampled`, flat.
-      metrics: `rollout/batches` drawn, `rollout/groups_dropped` (share of all groups that have no signal) and
-        `rollout/groups_filled` (share of the step that has none all the same).
+      groups: the groups to train on, as many as a step has prompts.
+      sampled: every sampled group, in drawing order.
+      parts: each reward term by name, [n] over all responses of `sampled`.
+      metrics: `rollout/batches` drawn, `rollout/groups_dropped` (share of sampled groups with equal rewards) and
+        `rollout/groups_filled` (share of the step's groups with equal rewards).
     """
 
     groups: list[RolloutGroup]
@@ -75,7 +75,7 @@ class Collected:
 
 
 def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") -> Bool[np.ndarray, " g"]:
-    """Per group, whether its responses differ in `metric` (a key of `parts`; empty: the total reward).
+    """Tells per group whether its responses differ in `metric` (a key of `parts`; empty: the total reward).
 
     Raises:
       UserError: no reward term of that name.
@@ -93,7 +93,7 @@ def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") 
 
 
 def more_indices(stream: PromptStream, step: int, batch: int, taken: Sequence[int]) -> list[int]:
-    """Source indices of batch `batch` > 0 of a step: a step's worth of prompts that it has not seen, or what is left.
+    """Returns source indices of batch `batch` > 0 of a step: up to a step's worth of prompts that are not in `taken`.
 
     A pure function of (seed, step, batch, taken).
     """
@@ -103,13 +103,13 @@ def more_indices(stream: PromptStream, step: int, batch: int, taken: Sequence[in
 
 
 def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Collected:
-    """Samples a step's groups.
+    """Samples a step's groups, with more batches while too many groups have equal rewards.
 
     Args:
       cfg: dynamic sampling.
       stream: the prompts.
       step: the step.
-      sample: (prompts, number of the batch) -> their groups and the reward terms over all their samples.
+      sample: maps (prompts, number of the batch) to rewarded groups and each reward term over all samples.
     """
     size = stream.prompts_per_step
     taken = stream.indices(step)
@@ -146,14 +146,14 @@ def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Co
 
 
 def emptied(completion: Completion) -> Completion:
-    """The completion without its tokens: it keeps its place, and nothing of it is trained on."""
+    """Returns the completion without tokens: it keeps its place in the group, and the loss does not see it."""
     return dataclasses.replace(
         completion, tokens=(), logprobs=np.zeros(0, np.float32), versions=(), routed_experts=None, turns=()
     )
 
 
 def without_truncated(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups with unfinished responses emptied: rewards and places stay, no token of theirs is trained on."""
+    """Empties responses that did not end by themselves. Rewards and places stay; their tokens are not trained on."""
 
     def finished(group: RolloutGroup) -> RolloutGroup:
         completions = tuple(c if c.finish_reason == "stop" else emptied(c) for c in group.completions)

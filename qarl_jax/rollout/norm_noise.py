@@ -4,13 +4,13 @@
 
     gamma' = round(round(gamma) + round(z))        z ~ N(0, sigma^2) in float32, rounded to the compute dtype
 
-Drawn once for each version, from the run's seed and the version alone. The learner keeps gamma, so that sampler and
-learner are two policies, and the loss has to correct for it. Evaluation samples under gamma.
+z is drawn once per version, from the run's seed and the version alone. The learner keeps gamma, so sampler and learner
+are two policies, and the loss has to correct for the difference. Evaluation samples under gamma.
 
 A run is K equal stages, numbered from 0:
 
     schedule    stage 0     stage j
-    code        silent      start (end / start)^((j - 1) / (K - 2))
+    code        no noise    start (end / start)^((j - 1) / (K - 2))
     paper       start       start (end / start)^(j / (K - 1))
 
 bfloat16 swallows small noise: near a gain of 0.75, sigma = 1e-3 moves 5 % of the gains, and 1e-4 none.
@@ -38,13 +38,13 @@ from qarl_jax.types import UserError, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Noise on the norm gains that the sampler has.
+    """Adaptive quantization noise (AQN, QeRL): Gaussian noise on the sampler's norm gains.
 
     Attributes:
       start, end: standard deviation of the first and the last stage with noise.
-      stages: equal parts of the run.
+      stages: number of equal parts of the run; each has one standard deviation.
       schedule: code (the first stage has no noise, as in QeRL's code) or paper (every stage has).
-      final: the gains of the last norm have noise, too; else those before attention and MLP alone.
+      final: also add noise to the last norm; false: only to the norms before attention and MLP.
     """
 
     start: float = 1e-2
@@ -62,7 +62,7 @@ class Config:
         at_least(self, 3 if self.schedule == "code" else 2, "stages")
 
     def check(self, loss: Any) -> None:
-        """Refuses a section `loss` that takes the sampler for the learner."""
+        """Refuses a section `loss` that assumes equal policies in sampler and learner."""
         if loss.mismatch == "none" and loss.ratio != "sampler":
             raise UserError(
                 f"rollout.norm_noise: the sampler is not the learner then, and loss.name={loss.name} does not correct"
@@ -70,7 +70,7 @@ class Config:
             )
 
     def sigma(self, version: int, steps: int) -> float:
-        """The standard deviation for a version of a run of so many steps; 0 for the last one, which no step samples."""
+        """Returns the noise's standard deviation for a version; 0 for the last one, which no training step samples."""
         silent = int(self.schedule == "code")
         stage = version * self.stages // steps - silent
         if stage < 0 or version >= steps:
@@ -83,16 +83,16 @@ class Config:
 
 
 def add(cfg: Config, params: nnx.State, *, sigma: float, seed: int, dtype: Any, mesh: Mesh) -> tuple[nnx.State, float]:
-    """Adds noise to the gains among `params`.
+    """Adds noise to the norm gains among `params`.
 
     Args:
-      params: masters, or what stands for them. Leaves keep their dtype, shape and place.
+      params: masters or published weights. Leaves keep their dtype, shape and sharding.
       sigma: standard deviation.
       seed: in [0, 2^63).
-      dtype: the sampler's, in which gains and noise are added.
+      dtype: the sampler's compute dtype, in which gains and noise are added.
 
     Returns:
-      The params, and the share of gains that moved.
+      The params, and the share of gain elements that changed.
     """
     gains = part_of(params, cfg.covers)
     places = jax.tree.map(lambda x: x.sharding, gains)

@@ -2,31 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial rollouts (APRIL, arXiv 2509.18521): no step waits for its longest response.
 
-A step has more prompts in hand than it trains on, and stops sampling as soon as enough groups are complete. What is
-unfinished by then is kept, and the next step goes on with it, under the next policy:
+A step samples more prompts than it trains on, and stops as soon as enough groups are complete. Unfinished responses are
+kept, and the next step continues them under the next policy:
 
-    fill up     groups in hand, oldest first, then new prompts, to over_provision x train.prompts_per_step
-    look        enough complete groups, and none overdue? then train on the oldest, and keep the others
+    fill up     kept groups, oldest first, then new prompts, to over_provision x train.prompts_per_step
+    look        enough complete groups, and none overdue? then train on the oldest, and keep the rest
     draw        `chunk` tokens more of every unfinished response, then look again
 
-Every token keeps the log-probability and the version that drew it (`continuation.py`), and the sampler's correction in
-the loss reads it as any other. What is lost is freshness: `rollout/lag_mean`, `rollout/lag_max`.
+Every token keeps the log-probability and the version that drew it (`continuation.py`), so the loss's importance
+correction needs no change. The tokens are older; `rollout/lag_mean` and `rollout/lag_max` measure by how much.
 
-What is interrupted depends on counted tokens, never on the clock: with the embedded sampler, whose draws are a function
-of (weights, prompt, sample, position), a step is a function of (seed, step, weights, groups in hand), and the groups in
-hand are part of a checkpoint. So a killed run goes on to the same bits. The price is a prefill of what is unfinished at
-every look (which vLLM's prefix cache spares): `chunk` sets how often.
+Responses are interrupted after counted tokens, never by the clock. With the embedded sampler a step is a function of
+(seed, step, weights, kept groups), and a checkpoint holds the kept groups: a resumed run computes the bits of an
+uninterrupted one. The cost is a prefill of every unfinished response at each look, unless vLLM's prefix cache has it.
+`chunk` sets how often.
 
-The bound on the age is ours. With at most twice the prompts of a step in hand there is always room for those that are
-due, since the oldest complete groups are taken first.
+The bound on a group's age (`max_lag`) is not in APRIL. It can be kept because a step holds at most twice its prompts
+and trains on the oldest complete groups first.
 
-Prompts are taken from the stream in its order, the next ones whenever there is room; with dynamic sampling a complete
-group without a signal makes room, until rollout.dynamic.max_batches steps' worth of prompts have been begun. Responses
-draw with the randomness of the step their group was begun in: the first groups of a run are those it would have without
-partial rollouts.
+Prompts are taken in the stream's order whenever there is room. With dynamic sampling a complete group of equal rewards
+makes room, until rollout.dynamic.max_batches steps' worth of prompts have been begun. A response's random key is that
+of the step its group was begun in, so a run's first groups equal those without partial rollouts.
 
-Left out: stopping inside a chunk, which an engine could do by itself at the cost of an interface of its own; trading
-the age of a group against its length; routed experts of a response in pieces.
+Not supported: stopping inside a chunk; trading the age of a group against its length; routed experts of a response
+drawn in pieces.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ _PIECES = 8  # chunks of the longest response, where `chunk` is not set
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Partial rollouts.
+    """Partial rollouts: unfinished responses are continued in the next step (APRIL).
 
     Attributes:
-      over_provision: prompts in hand over prompts of a step, in [1, 2]; 1: off, every response is finished in its step.
+      over_provision: prompts sampled at once over prompts of a step, in [1, 2]; 1: off, no response is continued later.
       chunk: tokens added to every unfinished response between two looks at which groups are complete; 0: an eighth of
         the limit on responses.
-      max_lag: steps after which a group is finished and trained on, however long that takes.
+      max_lag: steps after which a group must be finished: the step then waits for it, and trains on it.
     """
 
     over_provision: float = 1.0
@@ -83,26 +82,26 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Tells whether anything is interrupted."""
+        """Tells whether responses may be interrupted."""
         return self.over_provision > 1
 
     def groups(self, prompts_per_step: int) -> int:
-        """Groups in hand while a step samples."""
+        """Returns how many groups are sampled at once."""
         return math.ceil(round(self.over_provision * prompts_per_step, 6))
 
     def tokens(self, max_response_len: int) -> int:
-        """Tokens between two looks, resolved."""
+        """Returns the tokens drawn between two looks; an eighth of `max_response_len` if `chunk` is 0."""
         return min(self.chunk or -(-max_response_len // _PIECES), max_response_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """A prompt in hand, with its responses so far.
+    """A prompt that is being sampled, with its responses so far.
 
     Attributes:
       index: the prompt's index in its source.
       prompt: the prompt.
-      step: at which it was begun.
+      step: the step that began the group.
       first: number of its first sample (not 0 for a second copy of a prompt in a step).
       responses: `finish_reason` is "abort" where unfinished.
     """
@@ -120,7 +119,7 @@ class Group:
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """Tells it from every other group."""
+        """Returns (step, index, first), which no other group has."""
         return self.step, self.index, self.first
 
 
@@ -132,7 +131,7 @@ class Buffer:
     groups: tuple[Group, ...] = ()
 
     def state(self) -> dict[str, Any]:
-        """The buffer as JSON, for a checkpoint; every number comes back to the bit. Prompts go by their index."""
+        """Returns the buffer as JSON for a checkpoint, with prompts by index; `restore` gives back every bit."""
         return {
             "begun": self.begun,
             "groups": [
@@ -148,10 +147,10 @@ class Buffer:
 
 
 def restore(cfg: Config, state: Mapping[str, Any] | None, stream: PromptStream, step: int, num_samples: int) -> Buffer:
-    """The buffer a run goes on with after `step`; `state` None: a run that begins, or had no partial rollouts so far.
+    """Rebuilds the buffer after `step` from a checkpoint's `state`; None: a run without partial rollouts so far.
 
     Raises:
-      UserError: the checkpoint holds groups that this run could not go on with.
+      UserError: the run's config cannot continue the checkpoint's unfinished groups.
     """
     if state is None:
         return Buffer(begun=step * stream.prompts_per_step)
@@ -197,12 +196,12 @@ def collect(
       buffer: the buffer that the step before left.
       num_samples: responses per prompt.
       max_response_len: the step's limit on a response, in tokens.
-      key: step a group was begun in -> key of its draws.
-      extend: the engine's, see `RolloutEngine`.
-      grade: (prompts, their completions) -> their groups and the reward terms over all their samples.
+      key: maps the step that began a group to the random key of its responses.
+      extend: draws more tokens of each request, as `RolloutEngine.extend` does.
+      grade: maps (prompts, their completions) to rewarded groups and each reward term over all samples.
 
     Returns:
-      The groups to train on, and the buffer for the next step. `buffer` itself stays as it is: a step may be dropped.
+      The groups to train on, and a new buffer for the next step. `buffer` is not changed, so a step can be retried.
     """
     pool = Pool(cfg, dynamic, stream, step, buffer, num_samples, max_response_len, grade)
     while not pool.is_ready():
@@ -215,7 +214,7 @@ def collect(
 
 
 class Pool:
-    """The groups in hand while a step samples. Arguments as of `collect`."""
+    """The groups being sampled within one step. The constructor's arguments are those of `collect`."""
 
     def __init__(
         self,
@@ -245,7 +244,7 @@ class Pool:
         self._rounds = self._drawn = 0
 
     def is_ready(self) -> bool:
-        """Tells whether the step has enough complete groups and none is overdue; sets groups without a signal aside."""
+        """Tells whether the step has enough complete groups and none is overdue. Sets groups of equal rewards aside."""
         if self._is_dynamic:
             complete = [group for group in self._groups if group.is_complete]
             self._judge(complete)
@@ -256,7 +255,7 @@ class Pool:
         return sum(group.is_complete for group in self._groups) >= self._size and not overdue
 
     def fill_up(self) -> None:
-        """Begins groups of the stream's next prompts as long as there is room."""
+        """Begins groups for the stream's next prompts until `Config.groups` are being sampled."""
         room = self._cfg.groups(self._size) - len(self._groups)
         if self._is_dynamic:
             room = min(room, self._dynamic.max_batches * self._size - (self._begun - self._before))
@@ -269,7 +268,7 @@ class Pool:
             self._begun += 1
 
     def requests(self, key: Callable[[int], int]) -> list[Request]:
-        """Asks for a chunk of every unfinished response."""
+        """Makes a request for the next chunk of every unfinished response. key: as in `collect`."""
         chunk, requests = self._cfg.tokens(self._limit), []
         self._places = []
         for i, group in enumerate(self._groups):

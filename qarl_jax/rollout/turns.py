@@ -1,19 +1,19 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Several turns: an engine whose responses go on after what an environment says.
+"""Multi-turn rollouts: responses alternate between turns of the policy and observations of an environment.
 
-    engine = TurnTaking(engine, cfg, tokenizer, chat=True)      # an engine as any other; `draw` plays episodes
+    engine = TurnTaking(engine, cfg, tokenizer, chat=True)      # wraps an engine; `draw` plays episodes
 
     prompt | turn 0 | observation | turn 1 | observation | turn 2
              drawn                  drawn                  drawn        -> Completion.turns, the rest is not trained on
 
-A turn ends with a stop token. Its text goes to the episode's environment, and what that says is encoded once and goes
-on behind the very tokens that were drawn: nothing is decoded and encoded again, so the learner scores what was sampled.
-Every turn is a request with the whole context before it (`RolloutEngine.extend`), and draws with the randomness of its
-place in the response. So with the embedded sampler an episode is a function of (weights, key, prompt, sample's number,
-environment), and vLLM finds the context in its prefix cache.
+A turn ends with a stop token. Its text goes to the episode's environment, whose observation is tokenized and appended
+to the drawn tokens. Drawn tokens are never decoded and tokenized again, so the learner scores what was sampled. Every
+turn is a request with the whole context before it (`RolloutEngine.extend`). Its random numbers depend on its position
+in the response: with the embedded sampler an episode is a function of (weights, key, prompt, sample's number,
+environment). vLLM finds the context in its prefix cache.
 
-All turns of one number are drawn together. The environment answers a turn that has ended while others are still drawn.
+The k-th turns of all episodes are drawn together. The environment answers a finished turn while others are still drawn.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _DRAWN, _OBSERVED = "QARL-DRAWN", "QARL-OBSERVED"  # what a chat template is ask
 
 
 class Observations:
-    """Observations as tokens that go on behind a turn, which ended with a stop token.
+    """Tokenizes an environment's observations, to be appended to a turn that ended with a stop token.
 
-    A chat template may write an earlier turn otherwise than it was drawn: Qwen3's drops its thoughts, or gives the last
-    one an empty thought. So the template writes a conversation with a placeholder as the turn, and what stands behind
-    the placeholder follows the tokens that were drawn, up to and with the opening of the next turn.
+    A chat template may render an earlier turn differently than it was drawn: Qwen3's drops its thoughts. So the
+    template renders a conversation with a placeholder as the turn. The text after the placeholder, up to and with the
+    opening of the next turn, is appended to the drawn tokens.
 
     Args:
-      cfg: of the environment.
-      tokenizer: the policy's.
-      chat: whether they are written by the tokenizer's chat template.
+      cfg: the environment's settings.
+      tokenizer: the policy's tokenizer.
+      chat: whether observations are rendered by the tokenizer's chat template.
       chat_args: further arguments of the template, as for prompts.
 
     Raises:
-      UserError: the chat template cannot go on with a message of `cfg.role`.
+      UserError: the chat template cannot render a message of `cfg.role` after a turn.
     """
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, chat: bool, chat_args: Mapping[str, Any] | None = None):
@@ -67,10 +67,10 @@ class Observations:
             self._check(cfg.role)
 
     def tokens(self, observation: str | list[dict[str, str]], *, first: bool = False) -> tuple[int, ...]:
-        """Token ids; none for an empty observation before the first turn. `first`: nothing was drawn before it.
+        """Returns an observation's token ids. `first`: before the first turn, where an empty one gives none.
 
         Raises:
-          UserError: the chat template does not write messages of a role.
+          UserError: the chat template cannot render a message of an observation's role.
         """
         if first and not observation:
             return ()
@@ -141,7 +141,7 @@ class Observations:
 
 @dataclasses.dataclass
 class Episode:
-    """One response in the making. `index`: of its request in the call; `name`: among all episodes."""
+    """One response being made, turn by turn. `index`: of its request in the call; `name`: unique among all episodes."""
 
     request: Request
     index: int
@@ -154,7 +154,7 @@ class Episode:
     error: str = ""  # with the turn that it came behind
 
     def draw(self, drawn: Completion) -> None:
-        """A turn."""
+        """Appends a turn of the policy."""
         start = len(self.tokens)
         self.tokens += drawn.tokens
         self.logprobs.append(drawn.logprobs)
@@ -188,14 +188,14 @@ class Episode:
 
 
 class TurnTaking(RolloutEngine):
-    """A RolloutEngine whose `draw` plays episodes.
+    """A RolloutEngine whose `draw` plays episodes: turns of the policy alternate with observations.
 
     Args:
-      engine: what draws. It is closed with this one.
-      cfg: of the environment.
-      tokenizer: the policy's.
-      chat: whether prompts are written by the tokenizer's chat template. chat_args: its further arguments.
-      log: is given a line when episodes fail.
+      engine: the engine that draws turns; `close` closes it, too.
+      cfg: the environment's settings.
+      tokenizer: the policy's tokenizer.
+      chat: whether prompts are rendered by the tokenizer's chat template. chat_args: its further arguments.
+      log: called with a line when episodes fail.
     """
 
     def __init__(
@@ -237,10 +237,10 @@ class TurnTaking(RolloutEngine):
         self.engine.close()
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
-        """Yields responses of several turns, each as soon as the turn that ends it is answered; see `RolloutEngine`.
+        """Yields multi-turn responses, each as soon as its last turn is answered; see `RolloutEngine`.
 
         Raises:
-          UserError: the environment failed in every one of them.
+          UserError: the environment failed in every episode.
         """
         episodes = [Episode(request=one, index=i, name=next(self._names)) for i, one in enumerate(requests)]
         live = episodes

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run: its configuration, its objects, and its files."""
+"""Configures a run, builds its objects, and reads and writes its files."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Builders of a run's objects from a RunConfig, for `train`, `evaluate`, `export` and notebooks."""
+"""Builds a run's objects from a RunConfig, for `train`, `evaluate`, `export` and notebooks."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from qarl_jax.types import UserError
 
 
 def seed_of(seed: int, step: int, purpose: str) -> int:
-    """A seed in [0, 2^63) that is a function of (run seed, step, purpose) and of nothing else."""
+    """Derives a seed in [0, 2^63) from (run seed, step, purpose) alone."""
     words = np.random.SeedSequence([seed, step, zlib.crc32(purpose.encode())]).generate_state(1, np.uint64)
     return int(words[0] >> np.uint64(1))
 
 
 def leave_memory_to_vllm(cfg: RunConfig) -> None:
-    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.engine.leave_memory_to_vllm`."""
+    """Turns off JAX's memory preallocation if the run samples with vLLM. Call it before JAX's first use."""
     if cfg.rollout.engine_name == "vllm":
         vllm.leave_memory_to_vllm()
 
 
 def make_mesh(cfg: RunConfig) -> Mesh:
-    """The device mesh of `cfg.mesh`.
+    """Makes the device mesh of `cfg.mesh`.
 
     Raises:
-      UserError: as `mesh.make_mesh`; and where the run has several processes, a mesh that leaves devices out.
+      UserError: as `mesh.make_mesh`; or the mesh of a run of several processes leaves devices out.
     """
     leave_memory_to_vllm(cfg)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
@@ -70,16 +70,16 @@ def make_mesh(cfg: RunConfig) -> Mesh:
 
 
 def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
-    """`quant.rules` with a scheme for everything else, as `models.parse_rules` takes them."""
+    """Returns `quant.rules` plus a rule that gives other layers the scheme `fallback`, for `models.parse_rules`."""
     return [*(dataclasses.asdict(rule) for rule in cfg.quant.rules), {"match": "", "scheme": fallback}]
 
 
 def model_config(
     cfg: RunConfig, scheme: str, numerics: quant.Numerics | None = None, attention: str = "auto"
 ) -> models.ModelConfig:
-    """The policy's config under `quant.rules` and `scheme`, from config.json alone. numerics: None: the config's.
+    """Makes the policy's model config under `quant.rules` and `scheme`, from config.json. numerics: None: `cfg`'s.
 
-    Layers of a frozen base that its folder ignores stay in bf16, where no rule of `quant.rules` names them.
+    With `lora`, layers that the base's folder leaves unquantized stay in bf16, unless a rule of `quant.rules` matches.
 
     Raises:
       UserError: no such model folder, or a low-bit backward of a MoE model.
@@ -107,7 +107,7 @@ def model_config(
 
 
 def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
-    """The policy's graph definition under `quant.forward`, from config.json alone.
+    """Makes the policy's graphdef (the model's static half) under `quant.forward`, from config.json alone.
 
     Args:
       numerics: the learner's arithmetic; None: the config's.
@@ -125,7 +125,7 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
 
 
 def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
-    """The policy that the run starts from, as `Learner.init` takes it: masters on the mesh, and what is frozen."""
+    """Loads the initial policy onto the mesh. Returns (masters, frozen weights), as `Learner.init` takes them."""
     config, mesh = learner.config, learner.mesh
     adapters = None if cfg.lora is None else _adapters(cfg.lora, config, mesh, seed_of(cfg.seed, 0, "adapters"))
     if cfg.model.init == "random":
@@ -145,7 +145,7 @@ def _adapters(lora: LoraConfig, config: models.ModelConfig, mesh: Mesh, seed: in
 
 
 def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stages.Compiled]:
-    """Compiles what the learner runs in a step; see `Learner.compile_ahead`."""
+    """Compiles the learner's programs of a step before the first call; see `Learner.compile_ahead`."""
     moe = learner.config.moe
     return learner.compile_ahead(
         cfg.train.micro_batch_rows,
@@ -156,14 +156,14 @@ def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stage
 
 
 def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
-    """The same model under `quant.rollout`: the learner's own graphdef where the two schemes agree (QaRL)."""
+    """Returns the model under `quant.rollout`; the learner's graphdef itself if both schemes are equal (QaRL)."""
     if cfg.quant.rollout_scheme == cfg.quant.forward:
         return graphdef
     return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
 
 
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
-    """The learner with the run's objective and optimizer; under `train.widths` with those of the other widths."""
+    """Makes the learner with the run's loss and optimizer, and under `train.widths` a learner for each other width."""
     options = Options(
         temperature=cfg.rollout.temperature,
         logprob_chunk=cfg.train.logprob_chunk,
@@ -193,10 +193,10 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
 
 
 def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfig:
-    """The config of the critic's body; reads no weights.
+    """Makes the model config of the critic's transformer body; reads no weights.
 
     Raises:
-      UserError: `critic.path` is no model folder, or one with another vocabulary.
+      UserError: `critic.path` is no model folder, or its vocabulary is smaller than the policy's.
     """
     assert cfg.critic is not None
     dtype, lora = cfg.critic.dtype or cfg.model.dtype, None if cfg.critic.lora is None else cfg.critic.lora.adapters
@@ -214,10 +214,10 @@ def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfi
 
 
 def make_critic(cfg: RunConfig, graphdef: Any, params: Any, frozen: Any, mesh: Mesh) -> Critic | None:
-    """The run's critic, None without one.
+    """Makes the run's critic; None without one.
 
     Args:
-      graphdef, params, frozen: the policy the run starts from (`load_policy`), unless `critic.path` names another.
+      graphdef, params, frozen: the initial policy (`load_policy`), which the critic copies without `critic.path`.
     """
     if cfg.critic is None:
         return None
@@ -244,18 +244,18 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, frozen: Any, mesh: M
 
 
 def make_grader(cfg: RunConfig) -> Grader:
-    """The run's reward."""
+    """Makes the grader that computes the run's rewards."""
     return Grader(cfg.reward, max_response_len=cfg.rollout.max_response_len)
 
 
 def holds_base_once(cfg: RunConfig, devices: int) -> bool:
-    """Tells whether learner and engine hold the run's frozen base once, as far as it can be (`vllm.one_base`).
+    """Tells whether learner and engine share one copy of the run's frozen base where possible (`vllm.one_base`).
 
-    So it is for adapters whose learner has one device with one vLLM on it, started by the run. With
+    They do for adapters with one learner device and one vLLM on it, started by the run. With
     `rollout.engine.transport=host` each holds a copy.
 
     Args:
-      devices: of the learner's mesh.
+      devices: number of devices of the learner's mesh.
     """
     engine = cfg.rollout.engine
     if not isinstance(engine, VllmConfig) or cfg.lora is None or cfg.critic is not None:
@@ -267,7 +267,7 @@ def holds_base_once(cfg: RunConfig, devices: int) -> bool:
 
 
 def make_schedule(cfg: RunConfig) -> Schedule | None:
-    """Makes the schedule of batches and versions; None where the sampler waits for the learner."""
+    """Makes the schedule of asynchronous training; None for a synchronous run."""
     ahead = cfg.train.asynchronous
     return Schedule(ahead.max_staleness, cfg.is_lockstep, cfg.train.steps) if ahead.is_on else None
 
@@ -275,14 +275,14 @@ def make_schedule(cfg: RunConfig) -> Schedule | None:
 def make_engine(
     cfg: RunConfig, log: Callable[[str], None] = print, schedule: Schedule | None = None, log_file: str = ""
 ) -> RolloutEngine:
-    """The rollout engine; `log` gets a line when a bridge is started or replaced. `schedule`: two threads will use it.
+    """Makes the rollout engine. `log`: called with a line on each new bridge. `schedule`: for use by two threads.
 
-    log_file: for the output of the bridges that it starts on this host.
+    log_file: file for the output of the bridges that it starts.
 
-    Over several processes each starts engines of its own, on its own GPUs where the config names none. What those of
-    another than the first say goes to standard error, and to a log of its own.
+    In a run of several processes each starts its engines, on its GPUs if the config names none. Processes other than
+    the first print to standard error and write a separate log.
 
-    A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
+    The run's id is a hash of its folder: a bridge accepts a resumed trainer of the run, and refuses a second run.
     """
     options: dict[str, Any] = {}
     engine = cfg.rollout.engine
@@ -317,7 +317,7 @@ def make_engine(
 
 
 def no_qweights() -> Any:
-    """Makes the empty QTensors that `models.merge` takes for a policy without any."""
+    """Makes the empty state of QTensors that `models.merge` takes for an unquantized policy."""
     return nnx.State({})
 
 
@@ -326,10 +326,10 @@ HINT_LEN = 1024
 
 
 def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
-    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer).
+    """Lists the first `eval.num_prompts` evaluation prompts (all if that is 0 or there are fewer).
 
     Args:
-      say: is told what a reader should know of them.
+      say: called with remarks for the user, as on prompts left out.
     """
     if cfg.eval.data is not None:
         of_prompts, of_turns = ((each.template == "chat", dict(each.chat_args)) for each in (cfg.eval.data, cfg.data))

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: what a run needs to go on as if nothing had happened, on disk, all of it or nothing.
+"""Checkpoints: everything that a run needs to resume, bit for bit, written to disk atomically.
 
     <dir>/step_00000010/state/params/     one Orbax item per entry of the state, arrays by name
                               opt_state/
-                        extra.json        data cursor, RNG seed, policy version, ...: whatever JSON the caller gave
+                        extra.json        data cursor, RNG seed, policy version, ...: any JSON of the caller
                         manifest.json     shape and dtype of every array; size and CRC-32 of every file, and its own.
                                           Written last.
 
@@ -12,7 +12,7 @@ How nothing is lost:
 
   * A step is written under `.saving-*` and renamed when complete. A process killed at any moment leaves the older steps
     as they were; its debris is swept by the next save.
-  * Old steps go only after a newer one is in place and has been read back.
+  * Old steps are deleted only after a newer one is in place and has been read back.
   * Restoring the newest step checks every file first. One that is short, missing or altered is reported and passed over
     for the step before it, and kept: nobody deletes what may be needed for diagnosis.
   * A failed save (disk full, no permission) raises a UserError and removes only what it wrote itself.
@@ -20,9 +20,9 @@ How nothing is lost:
 Orbax moves the arrays (any sharding in, any sharding out, bit for bit). The step directories are ours, because Orbax's
 manager can neither tell an altered array from a sound one nor fall back to an older step.
 
-A run of several processes (`hosts`) writes and reads together, in one folder that all of them see: each its own shards,
-the first one everything else. Another number of processes reads the same bits. Otherwise one process writes a
-directory, and several may read it.
+The processes of a multi-process run write into one shared folder: each its shards, the first process everything else. A
+run with another number of processes reads equal bits. Two runs must not write to one directory; reading is always
+allowed.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Config:
     """The section `checkpoint`: when to save, and what to keep.
 
     Attributes:
-      every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
+      every: steps between saves; 0: no schedule (a save only at the end or on Ctrl-C).
       at_end: save after the last step.
-      keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
-      asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
+      keep: number of newest whole checkpoints to keep; null: all. A damaged one does not count, and stays.
+      asynchronous: write in the background while training goes on; a failure is then raised at the next step. On a CPU
         this holds a copy of the state until it is written (not from a config).
-      start_over: begin at step 0 where a run has records but no whole checkpoint, with the old records kept aside;
-        false: refuse.
+      start_over: if a run has records but no whole checkpoint, begin at step 0 and rename the old records; false:
+        refuse.
     """
 
     every: int = 50
@@ -85,7 +85,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A restored checkpoint: the step, the state (the trees asked for) and the JSON saved with it."""
+    """A restored checkpoint: its step, the state entries that were asked for, and the JSON saved with them."""
 
     step: int
     state: dict[str, Any]
@@ -93,7 +93,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Saves and restores the checkpoints of one run.
 
     Example:
       checkpoints = Checkpoints("runs/a/checkpoints", Config(every=10))
@@ -114,8 +114,7 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------------------------- looking
 
     def steps(self) -> list[int]:
-        """Steps that were saved, oldest first. A folder gets such a name when it is complete, so that one that lacks
-        anything by now, be it the manifest, is damaged, not unfinished."""
+        """Lists the saved steps, oldest first. A folder is named when complete: one that lacks files is damaged."""
         if not self.directory.is_dir():
             return []
         found = [(on_disk.STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
@@ -126,7 +125,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def must_have_saved(self, done: int) -> bool:
-        """Tells whether a run that was never without `steps` had a checkpoint on disk after `done` steps."""
+        """Tells whether the schedule must have put a checkpoint on disk after `done` steps."""
         # A save in the background is waited for by the one after it.
         return self.config.every > 0 and done > self.config.every * (2 if self.config.asynchronous else 1)
 
@@ -139,7 +138,7 @@ class Checkpoints:
         return self.config.every > 0 and step % self.config.every == 0
 
     def extra(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
-        """(step, the JSON that was saved with it); of the newest whose own can be read, where no step is named."""
+        """Returns (step, its saved JSON) of `step`, or of the newest step with readable JSON; None if there is none."""
         for candidate in self.steps()[::-1] if step is None else [step]:
             with contextlib.suppress(DamagedCheckpointError):
                 return candidate, self._checked(candidate, {})[0]
@@ -148,12 +147,12 @@ class Checkpoints:
     # ----------------------------------------------------------------------------------------------------------- saving
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> None:
-        """Write a step. On return the caller may change or donate every array.
+        """Saves a step. On return the caller may change or donate every array.
 
         Args:
-          step: its number. A step saved before under this number is replaced.
-          state: entry name -> pytree of arrays (jax or numpy).
-          extra: anything JSON can hold, NaN excluded.
+          step: number of the step; an older checkpoint of this number is replaced.
+          state: maps entry names to pytrees of arrays (jax or numpy).
+          extra: JSON values, without NaN.
 
         Raises:
           UserError: the disk is full, the directory cannot be written. Earlier steps are untouched.
@@ -177,13 +176,13 @@ class Checkpoints:
                 self._finish(step, staging, items, text)
 
     def wait(self) -> None:
-        """Until a background save is on disk; raises what went wrong with it, on any process."""
+        """Waits until a background save is on disk; raises the save's error on every process."""
         if self._writer is not None:
             with processes.together():
                 self._join()
 
     def check(self) -> None:
-        """Raises what has gone wrong with a background save, on any process, without waiting for one."""
+        """Raises the error of a failed background save on every process, without waiting for a running one."""
         if self._writer is not None and processes.any_of(self._failure is not None):
             self.wait()
 
@@ -196,7 +195,7 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait, then let go of Orbax's threads. The object may be used again."""
+        """Waits for a background save and releases Orbax's threads. The object may be used again."""
         self._close(self.wait)
 
     def _close(self, wait: Callable[[], None]) -> None:
@@ -297,16 +296,16 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------- restoring
 
     def restore(self, abstract: Mapping[str, Any], *, step: int | None = None) -> Restored:
-        """Read a step, bit for bit, into the structure and the sharding of `abstract`.
+        """Restores a step, bit for bit, into the structure and sharding of `abstract`.
 
         Args:
-          abstract: entry name -> tree of arrays or ShapeDtypeStructs; without a sharding a leaf goes to the default
-            device. Entries left out are not read.
-          step: which one; None: the newest sound one, passing over damaged ones with a warning.
+          abstract: maps entry names to trees of arrays or ShapeDtypeStructs; a leaf without a sharding goes to the
+            default device. Entries left out are not read.
+          step: number of the step; None: the newest undamaged one, with a warning for each damaged one.
 
         Raises:
-          UserError: nothing to restore, other names, shapes or dtypes than asked for.
-          DamagedCheckpointError: `step` was named and is damaged, or no sound step is left.
+          UserError: there is no checkpoint, or its names, shapes or dtypes differ from `abstract`.
+          DamagedCheckpointError: the given `step` is damaged, or all steps are.
         """
         self.wait()
         if step is not None:
@@ -429,7 +428,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
     """Finds the checkpoints that `path` names: a run directory, its checkpoint directory, or one step of it.
 
     Returns:
-      (checkpoints, step), step None where the path names none.
+      (checkpoints, step); step is None unless the path names a step.
 
     Raises:
       UserError: there is no checkpoint at `path`.

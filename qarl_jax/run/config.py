@@ -1,12 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run: one YAML file and dotted overrides in, one frozen `RunConfig` out.
+"""Loads the configuration of a run: a YAML file and dotted overrides become one frozen `RunConfig`.
 
     cfg = config.load("configs/quickstart.yaml", ["train.steps=10", "loss.clip_high=4e-3"])
     print(description.describe(cfg))
 
-Each part owns its Config beside its code; this file puts them together and checks what no part can check alone. The
-machinery (types, variants, layers, errors) is `load.py`.
+Each part defines its Config beside its code. This file combines them and checks options of different parts against each
+other. `typed_config/load.py` parses types, variants and overrides, and reports errors.
 
 Batches are counted in PROMPTS, everywhere:
 
@@ -56,19 +56,19 @@ LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The policy.
+    """The policy's model: folder, dtypes, recomputation and attention kernel.
 
     Attributes:
       path: Hugging Face model folder (config.json, safetensors, tokenizer).
-      init: pretrained, the folder's weights; random, fresh ones drawn on the devices from `seed` (it has none then).
+      init: pretrained (the folder's weights) or random (drawn on the devices from `seed`; the folder then needs none).
       dtype: compute dtype of the forward and backward.
       param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves, unless it is rounded
         stochastically (`optimizer.master_rounding`); keep float32 where it fits.
-      remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
-        alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
-        last of them before none whose memory plan fits the device.
-      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU), flash3 (Hopper, bfloat16: in the order of
-        vLLM's kernel there; elsewhere xla runs instead); auto picks by device and quant.engine.
+      remat: parts of a layer that the backward recomputes, from least memory to least work: full (every layer),
+        attention (all but softmax attention), mixer (the MLPs alone), dots (all but matrix products and attention),
+        none. auto takes the last one before none whose memory plan fits the device.
+      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU), flash3 (Hopper, bfloat16: sums in the order
+        of vLLM's kernel; elsewhere xla runs instead); auto picks by device and quant.engine.
     """
 
     path: str
@@ -80,7 +80,7 @@ class ModelOptions:
 
     @property
     def remat_or_full(self) -> str:
-        """`remat` where no plan was made (`memory.choose.settle` does, in a training run): full for auto."""
+        """Returns `remat`; full for auto, unless a memory plan has resolved it (`memory.choose.settle`)."""
         return "full" if self.remat == "auto" else self.remat
 
 
@@ -89,9 +89,9 @@ class KLConfig:
     """A KL term against a reference policy (see `loss/kl.py`).
 
     Attributes:
-      coef: its weight; 0: none, as in QaRL. QuRL's DeepScaleR runs: 1e-3.
-      reference: start, the policy the run starts from, under the learner's scheme; masters, the policy's own masters in
-        bf16 (self-distillation); or a model folder, in bf16 (on-policy distillation). See `run/reference.py`.
+      coef: weight of the KL term; 0: none, as in QaRL. QuRL's DeepScaleR runs: 1e-3.
+      reference: start (the initial policy under the learner's scheme), masters (the policy's masters in bf16:
+        self-distillation), or a model folder, in bf16 (on-policy distillation). See `run/reference.py`.
       kind: estimator: k1, k2, k3, or k3+ (k3's value, k2's gradient).
       aggregation: token-mean, seq-mean-token-mean or seq-mean-token-sum.
     """
@@ -109,35 +109,35 @@ class KLConfig:
 
     @property
     def is_folder(self) -> bool:
-        """Tells whether the reference is another model."""
+        """Tells whether the reference is another model, named by its folder."""
         return self.reference not in ("start", "masters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop.
+    """The training loop: batch sizes, packing, and settings of the updates.
 
     Attributes:
-      steps: rollout batches in the run.
+      steps: steps of the run; each samples, updates and publishes once.
       prompts_per_step: prompts sampled per step.
       prompts_per_update: prompts per optimizer update; 0: all of the step in one update.
       update_epochs: passes over a step's samples.
       micro_batch_rows: rows per forward/backward pass.
-      row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len (in a stage of it, the stage's).
-      max_segments: most responses that share a row; 1: each has a row of its own.
+      row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len (in a rollout stage, the stage's
+        limit).
+      max_segments: most responses packed into a row; 1: no packing.
       logprob_chunk: tokens per chunk of the fused output head.
       grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`);
         auto takes it where a run does not fit otherwise.
       entropy_coef: weight of an entropy bonus.
-      proximal: the source of the proximal policy's log-probs, where a step has several updates: learner, a pass before
-        the first update; auto, the sampler where it is aligned with the learner, and the pass elsewhere; sampler, the
-        sampler in any run. What the sampler reported is checked, and a token that differs brings the pass back (see
-        `loop/proximal.py`).
+      proximal: source of the proximal policy's log-probs if a step has several updates: learner (a pass before the
+        first update), sampler, or auto (sampler if it is aligned with the learner, else learner). The sampler's
+        log-probs are checked, and after a mismatched token the learner makes its pass again (see `loop/proximal.py`).
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
-      widths: of the 8-bit grid that `quant.forward` is a slice of, its own among them ([8, 4, 2]): the loss is the mean
-        over these slices of one policy. Each has a proximal policy of its own; samples, the KL term and diagnostics are
-        those of `quant.forward`. Empty: its own alone.
-      asynchronous: sampling goes on while the learner updates; off by default.
+      widths: bit widths trained together, as slices of one 8-bit grid ([8, 4, 2]); they must include the width of
+        `quant.forward`. The loss is the mean over the widths, and each has its own proximal policy. Samples, the KL
+        term and diagnostics use `quant.forward`. Empty: the width of `quant.forward` alone.
+      asynchronous: sampling of later steps while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
       compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
     """
@@ -178,12 +178,12 @@ class TrainConfig:
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Prompts per optimizer update, resolved."""
+        """Returns the prompts per optimizer update; resolves 0."""
         return self.prompts_per_update or self.prompts_per_step
 
     @property
     def grad_dtype_or_float32(self) -> Literal["float32", "bfloat16"]:
-        """`grad_dtype` where no plan was made: float32 for auto."""
+        """Returns `grad_dtype`; float32 for auto, unless a memory plan has resolved it."""
         return "float32" if self.grad_dtype == "auto" else self.grad_dtype
 
     @property
@@ -204,15 +204,15 @@ class EvalConfig:
     Attributes:
       every: steps between evaluations; 0: none in between.
       at_start, at_end: evaluate before the first and after the last step.
-      num_prompts: prompts, the first of the held-out split; 0: all of them.
+      num_prompts: number of prompts, from the start of the held-out split; 0: all.
       num_samples: responses per prompt.
       temperature: 0 is greedy.
-      top_p: as in sampling; 1 leaves the policy's own distribution.
+      top_p: tokens outside the smallest set of this probability are masked; 1: off.
       max_response_len: 0: rollout.max_response_len.
-      data: other data to evaluate on, all of it; null: the held-out split of `data`.
-      hint: help beside the questions that are evaluated on, whatever `data.hint` is (`evaluate --view`); null: none.
-      widths: of the 8-bit grid that `quant.forward` is a slice of ([8, 4, 2]): each is evaluated, too, by the embedded
-        sampler. Metrics of another width than the run's begin with eval_w8, eval_w4 or eval_w2.
+      data: another data set to evaluate on, all of it; null: the held-out split of `data`.
+      hint: a hint added to each question, independent of `data.hint` (`evaluate --view`); null: none.
+      widths: further bit widths to evaluate with the embedded sampler, as slices of the policy's 8-bit grid ([8, 4,
+        2]). Metrics of another width than the run's begin with eval_w8, eval_w4 or eval_w2.
     """
 
     every: int = 0
@@ -228,7 +228,7 @@ class EvalConfig:
     widths: tuple[int, ...] = ()
 
     def words(self, prompts: int | None = None) -> str:
-        """Words how much is evaluated, and when. prompts: as many as there are; None: not known."""
+        """Describes how much is evaluated, and when. prompts: the number of prompts that exist; None: unknown."""
         when = [f"every {self.every} steps"] * bool(self.every) + ["before"] * self.at_start + ["after"] * self.at_end
         if not when:
             return "none"
@@ -251,13 +251,13 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run depends on. Built by `load`; dumped, resolved, into the run's folder.
+    """The whole configuration of a run. `load` builds it; the run's folder gets a resolved copy.
 
     Attributes:
-      run_dir: where the run writes; empty: runs/<name of the config file>.
-      seed: of everything random: order of prompts, sampling, shuffles.
+      run_dir: folder that the run writes to; empty: runs/<name of the config file>.
+      seed: seed of all random numbers: order of prompts, sampling, shuffles.
       lora: adapters that learn on a frozen policy; null: all of the policy learns.
-      advantage: how rewards become advantages: grpo, drgrpo (relative to the group), gae (to a critic), or none.
+      advantage: how rewards become advantages: grpo, drgrpo (relative to the group), gae (with a critic), or none.
       critic: PPO's critic, which advantage.name=gae needs; null: none.
     """
 
@@ -345,10 +345,10 @@ class RunConfig:
 
     @property
     def numerics(self) -> quant.Numerics:
-        """The learner's arithmetic, `quant.engine` resolved; asks JAX for its backend under auto with vLLM.
+        """The learner's arithmetic: `quant.engine`, with auto resolved. With vLLM, auto asks JAX for its backend.
 
-        The embedded sampler computes with the learner's own functions, so that whatever they mirror the two agree, and
-        mirroring buys nothing there.
+        With the embedded sampler, auto is "plain": the sampler runs the learner's functions, so both agree under any
+        profile.
         """
         embedded = isinstance(self.rollout.engine, SamplerConfig)
         found = quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
@@ -374,7 +374,7 @@ class RunConfig:
 
     @property
     def is_lockstep(self) -> bool:
-        """Tells whether versions are taken by count, so that the run does not depend on the clock."""
+        """Tells whether new versions come in after counted batches, so that the run does not depend on the clock."""
         wanted = self.train.asynchronous.lockstep
         embedded = isinstance(self.rollout.engine, SamplerConfig) and not self.train.asynchronous.chunk
         return wanted == "on" or (wanted == "auto" and embedded)
@@ -403,7 +403,7 @@ class RunConfig:
 
     @property
     def other_widths(self) -> dict[str, tuple[int, ...]]:
-        """`train.widths` and `eval.widths`, by section, without that of `quant.forward`."""
+        """Returns `train.widths` and `eval.widths`, by section, without the width of `quant.forward`."""
         own = getattr(quant.parse_scheme(self.quant.forward, self.quant.group_size), "bits", 0)
         asked = {"train": self.train.widths, "eval": self.eval.widths}
         return {section: tuple(bits for bits in widths if bits != own) for section, widths in asked.items()}
@@ -487,7 +487,7 @@ class RunConfig:
 
     @property
     def reward_terms(self) -> tuple[Any, ...]:
-        """The rewards that are summed; one, unless reward.name=sum."""
+        """Lists the rewards: the terms of a sum, the parts of by_source, or the single one."""
         if isinstance(self.reward, total.Config):
             return tuple(term.reward for term in self.reward.terms)
         if isinstance(self.reward, total.BySource):
@@ -496,29 +496,29 @@ class RunConfig:
 
     @property
     def policy_updates(self) -> int:
-        """Optimizer updates of the policy: all of the run's, but for those it waits for its critic."""
+        """Returns the number of the policy's optimizer updates in the run; the critic's warm-up steps have none."""
         waits = 0 if self.critic is None else self.critic.warmup_steps
         return (self.train.steps - waits) * self.train.updates_per_step
 
     @property
     def micro_batches_per_update(self) -> tuple[int, int]:
-        """Fewest and most micro-batches of an update: as rows fill up, or one response to a row."""
+        """Returns the fewest and the most micro-batches of an update: with full rows, and with one response per row."""
         responses = self.train.mini_batch_prompts * self.rollout.num_samples_per_prompt
         most = -(-responses // self.train.micro_batch_rows)
         return -(-responses // (self.train.micro_batch_rows * self.train.max_segments)), most
 
     @property
     def one_program(self) -> bool:
-        """Whether gradient and optimizer of every update are one compiled program."""
+        """Tells whether gradient and optimizer of every update are one compiled program."""
         return self.micro_batches_per_update[1] == 1 and not self.train.widths
 
     @property
     def row_len(self) -> int:
-        """Tokens per training row, resolved; the longest, where stages have rows of their own."""
+        """Returns the tokens per training row; the longest, if stages have rows of different lengths."""
         return self.train.row_len or self.data.prompt_limit + self.rollout.max_response_len
 
     def row_len_at(self, step: int) -> int:
-        """Tokens per training row of a step: as many values as stages, and the learner compiles once for each."""
+        """Returns the tokens per training row at a step. The learner compiles once for each different value."""
         return self.train.row_len or self.data.prompt_limit + self.rollout.max_response_len_at(step)
 
 
@@ -527,10 +527,10 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
     Args:
       file: YAML file, or a shipped one's name (`shipped.py`); None: defaults and overrides alone.
-      overrides: "section.field=value" strings; "arm=NAME" takes a run of the file's tables, in a folder of its own.
+      overrides: "section.field=value" strings; "arm=NAME" selects a run from the file's tables (in run_dir/NAME).
 
     Raises:
-      UserError: one sentence that says where the mistake is and what would be right.
+      UserError: a mistake in the configuration; the message names its place and what would be right.
     """
     cfg = schema.load(RunConfig, None if file is None else shipped.config_file(file), overrides)
     cfg = replaced(cfg, {"model.path": shipped.path(cfg.model.path)})
@@ -558,7 +558,7 @@ def on_a_gpu(cfg: RunConfig) -> RunConfig:
 
 
 def from_dict(tree: dict[str, Any], source: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
-    """A RunConfig from plain values (a notebook's dict, a dumped config). Raises `UserError` as `load` does."""
+    """Builds a RunConfig from plain values (a notebook's dict, a dumped config). Raises `UserError` as `load` does."""
     layer = schema.Layer(tree, {(): source}, source)
     return schema.build(RunConfig, schema.apply_overrides(RunConfig, layer, overrides))
 

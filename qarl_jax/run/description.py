@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The derived numbers of a run in words, as they are printed at its start."""
+"""Describes a run's plan in words, printed at its start: sizes, schedules and other derived numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qarl_jax.runtime import processes
 
 
 def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
-    """Every derived number of a run, as the lines printed at its start. prompts: `Prompts.lines`, where it is open."""
+    """Formats the plan of a run as aligned lines of text. prompts: `Prompts.lines`, if the prompts are open."""
     samples = cfg.rollout.num_samples_per_prompt
     per_step, per_update = cfg.train.prompts_per_step, cfg.train.mini_batch_prompts
     schemes = cfg.quant.forward
@@ -120,7 +120,7 @@ def _ahead(cfg: RunConfig) -> list[str]:
 
 
 def engines(cfg: RunConfig) -> list[str]:
-    """Words the engines of a run of several processes; a run of one has no line."""
+    """Describes, in at most one line, the vLLM engines of a run of several processes; empty for a run of one."""
     engine, hosts = cfg.rollout.engine, processes.planned(cfg.distributed)
     if not cfg.distributed.is_on or not isinstance(engine, vllm.Config):
         return []

@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators of an evaluation, and how far each can be trusted.
+"""Estimators of an evaluation (avg@n, pass@k, maj@k), with standard errors and confidence intervals.
 
-Of n responses to a prompt, c of them correct:
+For n responses to a prompt, c of them correct:
 
     avg@n    c / n
     pass@k   1 - C(n-c, k) / C(n, k): whether one of k is correct, unbiased (arXiv 2107.03374, eq. 1)
     maj@k    whether the most frequent answer of k responses is correct: a mean over the n // k disjoint runs of k
              responses, unbiased too. Of equally frequent answers the one that came first is taken.
 
-Each is a mean over prompts, with its standard error, clustered by question (`standard_error`), and an interval
-(`interval`). Responses to a question are no independent draws of the benchmark, so n responses make the error of a mean
-smaller only by what they say of their own question.
+Each is a mean over prompts, with a standard error clustered by question (`standard_error`) and an interval
+(`interval`). Responses to one question are not independent draws from the benchmark: more responses per question reduce
+the error only through that question's own mean.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FEW = 30
 
 
 def pass_at_k(num_correct: Int[np.ndarray, " P"], num_samples: int, k: int) -> Float[np.ndarray, " P"]:
-    """Probability that k of a prompt's responses, drawn without replacement, hold a correct one.
+    """Estimates the probability that k of a prompt's responses, drawn without replacement, include a correct one.
 
     Args:
-      num_correct: correct responses of each prompt.
+      num_correct: number of correct responses of each prompt.
       num_samples: n, responses per prompt.
       k: in 1..n.
 
@@ -47,9 +47,9 @@ def pass_at_k(num_correct: Int[np.ndarray, " P"], num_samples: int, k: int) -> F
 
 
 def majority(votes: Sequence[Hashable | None]) -> int | None:
-    """Index of the first vote for the most frequent answer; of equally frequent ones, the one that came first.
+    """Returns the index of the first vote for the most frequent answer; of equally frequent answers, the earliest wins.
 
-    None is no vote; None is returned where nobody votes. Example: majority(["7", None, "5", "5"]) = 2.
+    A None in `votes` is no vote; without any vote the result is None. Example: majority(["7", None, "5", "5"]) = 2.
     """
     counts = collections.Counter(vote for vote in votes if vote is not None)
     return votes.index(counts.most_common(1)[0][0]) if counts else None  # of equals, Counter names the first
@@ -58,11 +58,11 @@ def majority(votes: Sequence[Hashable | None]) -> int | None:
 def maj_at_k(
     votes: Sequence[Sequence[Hashable | None]], correct: Bool[np.ndarray, "P n"], k: int
 ) -> Float[np.ndarray, " P"]:
-    """Share of the n // k disjoint runs of k responses whose majority answer is correct; no vote at all is wrong.
+    """Computes the share of the n // k disjoint runs of k responses with a correct majority answer; no vote is wrong.
 
     Args:
-      votes: [P][n] answers; equal answers are equal (hashable) values, None where a response has none.
-      correct: whether each response was graded correct. That of the first vote for an answer speaks for the answer.
+      votes: [P][n] answers as hashable values, equal for equal answers; None for a response without one.
+      correct: whether each response was graded correct; an answer counts as correct if its first vote does.
       k: in 1..n.
 
     Raises:
@@ -81,14 +81,14 @@ def maj_at_k(
 
 
 def standard_error(per_prompt: Float[np.ndarray, " P"], questions: Sequence[Hashable]) -> float | None:
-    """Standard error of the mean over prompts, clustered by question; None for a single question.
+    """Computes the standard error of the mean over prompts, clustered by question; None for a single question.
 
-    Deviations from the mean are added up within a question and squared (Liang and Zeger, Biometrika 73, 1986), times
-    G / (G - 1) for G questions. Where all questions differ it is the usual one.
+    Deviations from the mean are summed within a question and squared (Liang and Zeger, Biometrika 73, 1986), times G /
+    (G - 1) for G questions. If all questions differ, it is the usual standard error.
 
     Args:
       per_prompt: the values, each a mean over a prompt's responses.
-      questions: equal for prompts that ask the same.
+      questions: one key per prompt, equal for prompts with one question.
     """
     sums: dict[Hashable, float] = collections.defaultdict(float)
     for value, question in zip(per_prompt - per_prompt.mean(), questions, strict=True):
@@ -100,20 +100,20 @@ def standard_error(per_prompt: Float[np.ndarray, " P"], questions: Sequence[Hash
 
 
 def default_ks(num_samples: int) -> tuple[int, ...]:
-    """Powers of two up to n, and n. Example: default_ks(12) = (1, 2, 4, 8, 12)."""
+    """Returns the powers of two below n, and n. Example: default_ks(12) = (1, 2, 4, 8, 12)."""
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
     return (*powers, num_samples)
 
 
 def interval(per_prompt: Float[np.ndarray, " P"], different: int, num_samples: int) -> tuple[float, float]:
-    """Interval of the mean over prompts at 95 %: Wilson's (J. Am. Stat. Assoc. 22, 1927) for zeros and ones.
+    """Computes the 95 % interval of the mean over prompts: Wilson's (J. Am. Stat. Assoc. 22, 1927) for zeros and ones.
 
-    Other values are scaled to the range that they have, 0 to 1 at least. They count as so many zeros and ones as give a
-    mean their variance (Kish's effective sample size), and at most as many as there are responses. The interval of one
-    prompt, or of prompts that agree, has a width.
+    Other values are scaled by their range, at least [0, 1]. The sample size is Kish's effective one: the number of
+    zeros and ones whose mean has the values' variance, at most the number of responses. The interval never has width 0,
+    even for one prompt or equal values.
 
     Args:
-      per_prompt: the values. different: how many of the prompts differ. num_samples: responses per prompt.
+      per_prompt: the values. different: number of different prompts. num_samples: responses per prompt.
     """
     low, high = min(0.0, float(per_prompt.min())), max(1.0, float(per_prompt.max()))
     mean, variance = (per_prompt.mean() - low) / (high - low), per_prompt.var() / (high - low) ** 2

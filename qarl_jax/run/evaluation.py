@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [setting ...]`: how good a policy is on held-out data.
+"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [setting ...]`: evaluates a policy on held-out data.
 
     python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
     python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
@@ -83,7 +83,7 @@ def evaluate(
     num_samples: int,
     key: int,
 ) -> Evaluation:
-    """Samples and grades `prompts` under the engine's published version."""
+    """Samples and grades `num_samples` responses to each prompt under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
     with progress.task("grading"):
         groups, parts = grader.grade(tokenizer, prompts, completions)
@@ -91,10 +91,10 @@ def evaluate(
 
 
 def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader) -> Evaluation:
-    """Graded responses, equally many for every prompt -> metrics and records.
+    """Computes metrics and per-prompt records from graded responses, an equal number for every prompt.
 
-    Correct is a response to which the reward's verifier (the first of `VERIFIERS` in a sum) gives 1 or more; where
-    there is none, the whole reward decides.
+    A response is correct if the reward's verifier (the first of `VERIFIERS` in a sum) gives it 1 or more; without a
+    verifier, if the total reward is 1 or more.
 
     Returns:
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
@@ -194,11 +194,11 @@ def _record(
 
 
 def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[dict[str, Any]]:
-    """The evaluations of a run, oldest first: records with `version` and the metrics of `evaluate`.
+    """Reads a run's evaluations, oldest first: records with `version` and the metrics of `evaluate`.
 
     Args:
       run_dir: the run.
-      up_to: drop records of later versions from both files first (a run that resumes at this version); None: only read.
+      up_to: first delete records of later versions from both files (a run resumes at this version); None: only read.
     """
     records, _ = (_records(Path(run_dir) / name, up_to) for name in FILES)
     return records
@@ -234,15 +234,15 @@ def record(run_dir: str | os.PathLike[str], version: int, result: Evaluation) ->
 def run(
     cfg: RunConfig, *more: RunConfig, source: str | None = None, scheme: str | None = None
 ) -> Iterator[tuple[Evaluation, int]]:
-    """Evaluates one policy, once for each config; model and engine are those of the first and start once.
+    """Evaluates one policy, once for each config. Model and engine come from the first config and start once.
 
     Args:
-      cfg: whose model, rollout engine, reward and `eval` section are used. more: other rewards and `eval` sections.
+      cfg: gives model, rollout engine, reward and `eval` section. more: configs with other rewards and `eval` sections.
       source: run folder or step folder to take the weights from; None: `model.path`.
-      scheme: what the sampler computes in, every weight alike; None: the config's (quant.rollout, quant.rules).
+      scheme: the sampler's scheme for every weight; None: the config's (quant.rollout, quant.rules).
 
     Yields:
-      Each evaluation once it is made, and the policy version evaluated (0: `model.path`).
+      (evaluation, version of the evaluated policy; 0 for `model.path`), as each is ready.
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)
@@ -294,7 +294,7 @@ def run(
 
 
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
-    """Gives the engine room for so many tokens of prompt and response, where the config has fewer for training."""
+    """Raises `max_model_len` of a vLLM that the run starts to `longest` tokens, if the config has fewer."""
     engine = cfg.rollout.engine
     if not isinstance(engine, VllmConfig) or engine.endpoints or not 0 < engine.max_model_len < longest:
         return cfg
@@ -304,7 +304,7 @@ def with_room(cfg: RunConfig, longest: int) -> RunConfig:
 
 
 def table(metrics: dict[str, float]) -> str:
-    """The metrics as lines for a reader."""
+    """Formats the metrics as a table in text."""
     rows = [("", "mean", "stderr", "95 %")]
 
     def add(label: str, key: str, spec: str = ".4f") -> None:

@@ -7,14 +7,13 @@
                         those with zero points as `pack-quantized` where it holds them, with the same values
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
 
-A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
-is quantized under the last of its schemes. With `--format hf` the float32 weights are written that the codes stand for.
-Of a model whose channels are split these are merged, so that transformers computes the same from them; its codes come
-as they are published, with the inputs that are duplicated, for our engines.
+`--model DIR --scheme w2a16:g64` quantizes a model folder without a run and writes its codes. A folder that `qat` made
+is quantized under the last of its schemes. `--format hf` writes the decoded weights in float32. Split channels are then
+merged, so that transformers computes equal outputs; codes keep the duplicated inputs, for our engines.
 
 `--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
 
-Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
+For a run with `lora`, hf merges the adapters into the base's weights; compressed-tensors has the base alone.
 
 DIR is a run folder (runs/quickstart: its newest checkpoint) or one step of it (runs/quickstart/checkpoints/step_...).
 The folder written holds the tokenizer and everything else that a model folder needs. It appears whole or not at all.
@@ -60,7 +59,7 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
     Args:
       source: run folder or step folder. out: folder to make; must not exist, or be empty.
       kind: one of FORMATS.
-      bits: with compressed-tensors: the width of the run's 8-bit grid that is written; None: the rollout scheme's.
+      bits: with compressed-tensors: width to write, of the run's 8-bit grid; None: the rollout scheme's.
 
     Raises:
       UserError: unknown format, a width that the run's scheme does not have, no checkpoint, `out` in use, a bf16 run
@@ -80,10 +79,10 @@ def export_model(
     """Writes a model folder's weights under a scheme, rounded to nearest.
 
     Args:
-      kind: "compressed-tensors", codes; or "hf", what they stand for, in float32 and without duplicated inputs.
+      kind: "compressed-tensors" (codes) or "hf" (the decoded weights in float32, without duplicated inputs).
 
     Raises:
-      UserError: as `models.load_hf`, or the scheme is bf16 and codes are asked for, or `out` is in use.
+      UserError: `models.load_hf` fails, the scheme is bf16 and codes are asked for, or `out` is in use.
     """
     model, rules = pathlib.Path(model), models.parse_rules(scheme)
     if kind == "hf":
@@ -132,7 +131,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
 
 
 def copy_kept(model: str | os.PathLike[str], out: pathlib.Path) -> None:
-    """Copies the tokenizer and the other files of a model folder that belong to no weight."""
+    """Copies a model folder's files other than weights and config.json: tokenizer, chat template and so on (`KEPT`)."""
     for kept in (pathlib.Path(model, name) for name in KEPT):
         if kept.is_dir():
             shutil.copytree(kept, out / kept.name)
@@ -150,8 +149,7 @@ def _write_adapters(cfg: RunConfig, learner: Learner, params: Any, out: pathlib.
 
 
 def write_quantized(graphdef: Any, params: Any, qweights: Any, folder: pathlib.Path) -> None:
-    """config.json and safetensors of a quantized policy, as vLLM's loader (compressed-tensors) expects them. Adapters
-    are left out.
+    """Writes config.json and safetensors of a quantized policy for vLLM's compressed-tensors loader, without adapters.
 
     Raises:
       UserError: the scheme of `graphdef` quantizes nothing.

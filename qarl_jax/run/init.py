@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`qarl init DIR`: a config, a reward and a data file to change, which run as they are."""
+"""`qarl init DIR`: writes a config, a reward and a data file that run as they are, to be changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FILES = ("config.yaml", "reward.py", "data.jsonl")
 
 
 def write(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Copies `configs/init` into `folder`, whose name takes the place of the copied folder's; returns the files.
+    """Copies `configs/init` into `folder`, replaces its path in the copies, and returns the files.
 
     Raises:
-      UserError: one of the files is there already, or the folder cannot be written. Nothing is replaced.
+      UserError: one of the files exists already, or the folder cannot be written. Nothing is replaced.
     """
     out = pathlib.Path(folder)
     files = [out / name for name in _FILES]

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that make a model folder from a config, `sft` and `qat`: the receipt in the folder, and the command line.
+"""Shared code of the commands that train a model folder from a config (`sft`, `qat`): command line and receipt.
 
-A receipt (`sft.json`, `qat.json`) holds the resolved config and its hash. A folder whose receipt has the config's hash
-is up to date, and one without a receipt is never replaced.
+A receipt is a file in the made folder (`sft.json`, `qat.json`) with the resolved config and its hash. If the hash
+equals the config's, the folder is up to date. A folder without a receipt is never replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qarl_jax.types import Parser, UserError
 
 
 def fingerprint(cfg: Any, absent: Sequence[str] = ()) -> str:
-    """Hash of a resolved config: two equal ones make the same model. absent: fields that are left out where None."""
+    """Hashes a resolved config: equal hashes mean equal models. absent: fields that are left out if None."""
     values = load.to_dict(cfg)
     values = {key: value for key, value in values.items() if value is not None or key not in absent}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def read_receipt(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """The receipt `name` in a folder; empty: none can be read."""
+    """Reads the receipt `name` of a folder; empty if it cannot be read."""
     try:
         found = json.loads(pathlib.Path(folder, name).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -43,7 +43,7 @@ def write_receipt(folder: pathlib.Path, name: str, cfg: Any, mark: str, **facts:
 
 
 def check_ours(out: str, name: str) -> None:
-    """Raises UserError where `out` is something that the command did not make and would replace."""
+    """Raises UserError if `out` exists and this command did not make it, because it would be replaced."""
     ours = os.path.isdir(out) and (not os.listdir(out) or os.path.isfile(os.path.join(out, name)))
     if os.path.exists(out) and not ours:
         raise UserError(
@@ -64,10 +64,10 @@ def main(
     """Runs `verb` on a config file and overrides, unless `out` is up to date; returns the exit code.
 
     Args:
-      config_type: its config, with a field `out`. mark: its `fingerprint`.
+      config_type: the command's config class, with a field `out`. mark: hashes a config (`fingerprint`).
       run: makes the folder.
       purpose: a line for --help.
-      again: called first with --force.
+      again: called first if --force is given.
     """
     parser = Parser(verb, config="YAML file", needed=True, description=purpose)
     parser.add_argument("--force", action="store_true", help="train from the start, even if `out` is up to date")

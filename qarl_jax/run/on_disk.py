@@ -1,7 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that are whole or not there at all: those that a command writes (`whole_folder`), and a checkpoint's, by the
-manifest in it, with writing and deleting that a process killed at any moment leaves in order."""
+"""Writes, verifies and deletes folders so that a process killed at any moment leaves only complete ones."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ _OF_OPTIMIZER = re.compile(r"count$|(momentum|mu|nu)\.")
 
 @contextlib.contextmanager
 def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replaces: bool = False) -> Iterator[Path]:
-    """A folder to be filled, which becomes `out` where the block ends without an error, and vanishes otherwise.
+    """Yields a temporary folder that is renamed to `out` if the block ends without an error, and deleted otherwise.
 
     Args:
-      option: names `out` in an error.
-      replaces: whether `out` may hold something; it goes when the new one is whole.
+      option: the command-line option that names `out`, for error messages.
+      replaces: whether to replace an `out` that is not empty, once the new folder is complete.
 
     Raises:
       UserError: `out` is in use, or cannot be written.
@@ -64,18 +63,18 @@ def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replace
 
 
 class DamagedCheckpointError(UserError):
-    """A step that is on disk but not whole; the message says which file and what is wrong with it."""
+    """Raised for a damaged checkpoint; the message names the file and the damage."""
 
 
 def files(root: Path) -> Iterator[Path]:
-    """All files below a folder, sorted."""
+    """Lists all files below a folder, sorted."""
     return (path for path in sorted(root.rglob("*")) if path.is_file())
 
 
 def sampled(folder: Path, pattern: str) -> str:
-    """A digest of the names, sizes and 256 pieces of 4 KiB of each file in a folder that matches; empty: none does.
+    """Hashes name, size and 256 pieces of 4 KiB of each file of a folder that matches `pattern`; empty if none does.
 
-    Weights that were trained or swapped differ nearly everywhere, so that some of each file tells them apart.
+    Trained or swapped weights differ nearly everywhere, so pieces of each file tell them apart.
     """
     hasher, files = hashlib.blake2b(digest_size=16), sorted(folder.glob(pattern))
     for path in files:
@@ -89,7 +88,7 @@ def sampled(folder: Path, pattern: str) -> str:
 
 
 def fingerprint(path: Path) -> list[int]:
-    """[size, CRC-32] of a file."""
+    """Returns [size in bytes, CRC-32] of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -101,7 +100,7 @@ def verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True
     """Compares a step's files with their `fingerprint`s, or, without `contents`, with their sizes alone.
 
     Raises:
-      DamagedCheckpointError: one is missing or another.
+      DamagedCheckpointError: a file is missing or differs.
     """
     for name, (size, crc) in files.items():
         path = step / name
@@ -116,7 +115,7 @@ def verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True
 
 
 def is_sound(step: Path, contents: bool = True) -> bool:
-    """Tells whether every file is there in full and, with `contents`, unaltered."""
+    """Tells whether every file of a checkpoint has its full size and, with `contents`, its checksum."""
     try:
         verify(step, read_manifest(step)["files"], contents)
     except DamagedCheckpointError:
@@ -125,16 +124,16 @@ def is_sound(step: Path, contents: bool = True) -> bool:
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
-    """The manifest's own sum: CRC-32 of its JSON."""
+    """Returns the CRC-32 of the manifest's JSON."""
     return zlib.crc32(json.dumps(manifest).encode())
 
 
 def read_manifest(step: Path) -> dict[str, Any]:
-    """The manifest, its own sum checked first: what an altered one says of model or format would mislead.
+    """Reads a checkpoint's manifest, after comparing it with its checksum.
 
     Raises:
-      DamagedCheckpointError: it is missing, altered, or that of another step, whose folder was copied or renamed.
-      UserError: a later version of this program wrote it.
+      DamagedCheckpointError: the manifest is missing, altered, or from another step (a copied or renamed folder).
+      UserError: a later version of qarl_jax wrote it.
     """
     manifest = _whole_manifest(step)
     named = STEP.fullmatch(step.name)
@@ -164,7 +163,7 @@ def _whole_manifest(step: Path) -> dict[str, Any]:
 
 
 def stored_name(name: str, number: int, saved: Sequence[str]) -> str:
-    """Names an array in a checkpoint of that format, whose entry has arrays with the names `saved`."""
+    """Returns an array's name in a checkpoint of format `number`, whose entry has arrays with the names `saved`."""
     stored = name if number >= 3 else name.replace("stacks.", "segments.")
     if number >= 4 or not _OF_OPTIMIZER.match(stored):
         return stored
@@ -172,7 +171,7 @@ def stored_name(name: str, number: int, saved: Sequence[str]) -> str:
 
 
 def load_json(step: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a step; DamagedCheckpointError if it is missing or no JSON."""
+    """Reads a JSON file of a checkpoint. Raises DamagedCheckpointError if it is missing or not JSON."""
     try:
         return json.loads((step / name).read_text())
     except FileNotFoundError:
@@ -182,7 +181,7 @@ def load_json(step: Path, name: str) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that is on the disk when this returns."""
+    """Writes a file and flushes it to the disk (fsync)."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -190,7 +189,7 @@ def write(path: Path, text: str) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Make renames survive a power cut."""
+    """Flushes a directory (fsync), so that renames in it survive a power cut."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -199,7 +198,7 @@ def sync(directory: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Rename first, so that a half-deleted step is never taken for a checkpoint."""
+    """Deletes a folder. Renames it first, so that a half-deleted step is never taken for a checkpoint."""
     doomed = unused(path.with_name(DELETING + path.name))
     try:
         path.rename(doomed)
@@ -209,7 +208,7 @@ def delete(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """The path, or, where something is there, the path with a number behind it."""
+    """Returns the path if nothing is there, else the path with a number appended."""
     for i in range(1_000_000):
         candidate = path if i == 0 else path.with_name(f"{path.name}-{i}")
         if not candidate.exists():
@@ -218,5 +217,5 @@ def unused(path: Path) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Words an error for the middle of a sentence."""
+    """Returns the first line of an error's message, without its full stop, for use inside a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

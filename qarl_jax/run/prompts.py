@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run's prompts, opened before anything dear starts, and what its plan says of them."""
+"""Opens a run's prompts before anything expensive starts, and describes them for the printed plan."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Prompts:
     """The prompts of a run.
 
     Attributes:
-      tokenizer: the policy's. stream: those to train on, in order. held_out: those to evaluate on; empty: it does not
-        evaluate.
-      lines: what the plan says of them, as `config.describe` takes it.
+      tokenizer: the policy's. stream: training prompts, in order. held_out: evaluation prompts; empty without
+        evaluation.
+      lines: (label, text) lines of the printed plan, for `description.describe`.
     """
 
     tokenizer: Any
@@ -35,11 +35,11 @@ class Prompts:
 
 
 def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
-    """Reads the tokenizer and the data; the config comes back with `data.max_prompt_len` resolved.
+    """Reads the tokenizer and the data. Returns the config with `data.max_prompt_len` resolved, and the prompts.
 
     Raises:
-      AbsentError: one of the two is not on this machine.
-      UserError: either cannot be read, or there is too little to train or evaluate on.
+      AbsentError: tokenizer or data are not on this machine.
+      UserError: tokenizer or data cannot be read, or there are too few prompts to train or evaluate on.
     """
     tokenizer = data.load_tokenizer(cfg.model.path)
     cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, tokenizer))

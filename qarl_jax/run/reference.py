@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reference policies of the KL term (`kl.reference`), which scores the run's own samples.
+"""Reference policies of the KL term (`kl.reference`). They score the responses that the policy samples.
 
 | reference | policy | the KL term is |
 |---|---|---|
@@ -8,10 +8,10 @@
 | masters | the masters as they are at the start of each step, in bf16 | self-distillation: rounding is learned away |
 | a folder | another model with the same tokenizer, in bf16 | on-policy distillation from a teacher |
 
-With d = logprobs - ref_logprobs the term pulls down KL(policy || reference) on the policy's samples: k2 and k3+ have
-the gradient E[d grad logprob], which is that of the reverse KL. It is REINFORCE with ref_logprobs - logprobs as the
-advantage of a token, as on-policy distillation is written elsewhere (https://arxiv.org/abs/2306.13649). A sample of a
-step has no importance weight in it: with several updates per step the later ones see a policy that has moved.
+With d = logprobs - ref_logprobs the term lowers KL(policy || reference) on the policy's samples: k2 and k3+ have the
+gradient E[d grad logprob] of the reverse KL. This equals REINFORCE with ref_logprobs - logprobs as the advantage of a
+token, the usual form of on-policy distillation (https://arxiv.org/abs/2306.13649). The term has no importance weights,
+although later updates of a step see a policy that has changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Reference = Callable[[Any, TrainBatch], jax.Array]
 
 
 def of_teacher(cfg: RunConfig) -> RunConfig:
-    """Makes the config of the run whose start is the reference: the run's own, or one of the teacher's folder."""
+    """Makes a config whose initial policy is the reference: `cfg`, or `cfg` with the teacher's folder in bf16."""
     if not cfg.kl.is_folder:
         return cfg
     changes = {
@@ -49,10 +49,10 @@ def of_teacher(cfg: RunConfig) -> RunConfig:
 
 
 def check(cfg: RunConfig) -> None:
-    """Refuses a teacher that reads other tokens than the policy.
+    """Refuses a teacher whose tokenizer differs from the policy's.
 
     Raises:
-      UserError: no such folder, or another tokenizer in it.
+      UserError: the folder does not exist, or its tokenizer has another vocabulary.
     """
     if cfg.kl.coef and cfg.kl.is_folder:
         ours, theirs = (data.load_tokenizer(path).get_vocab() for path in (cfg.model.path, cfg.kl.reference))
@@ -64,10 +64,10 @@ def check(cfg: RunConfig) -> None:
 
 
 def make(cfg: RunConfig, learner: Learner, params: Any) -> Reference | None:
-    """Makes the run's reference; None where it has no KL term.
+    """Makes the function that scores with the reference policy; None if the run has no KL term.
 
     Args:
-      learner: the run's. params: the masters that learn, of the policy that the run starts from.
+      learner: the run's learner. params: the trained masters of the initial policy.
     """
     if not cfg.kl.coef:
         return None

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `rollout` section of a run's configuration: what samples, how much, and in which stages."""
+"""The `rollout` section of a run's configuration: engine, number and length of responses, and stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ENGINE_CONFIGS: dict[str, type] = {"jax": SamplerConfig, "vllm": VllmConfig}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens, and a
-    prompt has `num_samples_per_prompt` of them (0: the run's own, of either)."""
+    """An entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens, and
+    prompts `num_samples_per_prompt` responses; 0 keeps the run's value.
+    """
 
     until: int
     max_response_len: int = 0
@@ -37,23 +38,23 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Sampling.
+    """Sampling of responses: engine, number, length, and optional strategies.
 
     Attributes:
-      engine: jax (in this process) or vllm (behind the bridge), with its own settings.
-      num_samples_per_prompt: responses per prompt, the group over which advantages are formed.
+      engine: jax (embedded, in the trainer's process) or vllm (behind the bridge), with its settings.
+      num_samples_per_prompt: responses per prompt: the group that advantages compare.
       max_response_len: most tokens of a response.
-      stages: shorter limits and fewer responses to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the
-        last one's `until` they are max_response_len, which evaluation, and a loss that divides by the limit, use
-        throughout, and num_samples_per_prompt.
-      temperature: 1 samples the policy itself; the learner divides its logits by the same number. Nothing else changes
-        the distribution: a cut-off one (top-p) has other log-probs than the learner's softmax.
+      stages: shorter limits or fewer responses for the first steps, in order (DeepScaleR: 8k, then 16k, then 24k).
+        After the last stage max_response_len and num_samples_per_prompt apply. Evaluation, and a loss that divides by
+        the limit, always use max_response_len.
+      temperature: 1 samples the policy itself; the learner divides its logits by it, too. Training has no top-p, whose
+        log-probs would differ from the learner's softmax.
       dynamic: DAPO's dynamic sampling; off by default (see `dynamic_sampling.py`).
       partial: APRIL's partial rollouts; off by default (see `partial_rollouts.py`).
-      environment: what answers between the policy's turns (tools, simulations); null: a response is one turn.
-      norm_noise: noise on the norm gains that the sampler has (QeRL); null: none (see `norm_noise.py`).
-      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): an MoE
-        model, with vLLM.
+      environment: a tool or simulation that answers between the policy's turns; null: a response is one turn.
+      norm_noise: noise on the sampler's norm gains (QeRL's AQN); null: none (see `norm_noise.py`).
+      router_replay: the learner routes each token to the experts that the engine chose (R3, arXiv 2510.11370); for MoE
+        models with vLLM.
     """
 
     engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=SamplerConfig)
@@ -127,16 +128,16 @@ class RolloutConfig:
 
     @property
     def engine_name(self) -> str:
-        """The engine's key in `rollout.ENGINES`."""
+        """Returns the engine's key in `rollout.ENGINES`."""
         return next(name for name, cls in ENGINE_CONFIGS.items() if type(self.engine) is cls)
 
     def max_response_len_at(self, step: int) -> int:
-        """Most tokens of a response at a step: of that alone, so that a resumed run is at its place."""
+        """Returns the most tokens of a response at a step, by `stages`."""
         stage = self._stage(step)
         return (stage and stage.max_response_len) or self.max_response_len
 
     def num_samples_at(self, step: int) -> int:
-        """Responses per prompt at a step."""
+        """Returns the responses per prompt at a step, by `stages`."""
         stage = self._stage(step)
         return (stage and stage.num_samples_per_prompt) or self.num_samples_per_prompt
 

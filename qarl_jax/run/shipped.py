@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files that come with the package, found from any folder: `configs/` and the quickstart's policy.
+"""Finds files that come with the package, from any working folder: `configs/` and the quickstart's policy.
 
 A wheel holds them beside its modules (`force-include` in pyproject.toml); a clone has them beside the package.
 """
@@ -17,16 +17,16 @@ ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
 
 def path(name: str) -> str:
-    """Finds a path: `name` where that exists, else the shipped file or folder of that name, else `name`."""
+    """Returns `name` if that path exists, else the path of the shipped file or folder of this name, else `name`."""
     inside = name.startswith(("assets/", "configs/")) and (ROOT / name).exists()
     return str(ROOT / name) if inside and not os.path.exists(name) else name
 
 
 def config_file(name: str | os.PathLike[str]) -> str:
-    """Finds the config that `name` means: a file, a folder with a config.yaml, or a shipped config by path or name.
+    """Finds a config by `name`: a file, a folder with a config.yaml, or a shipped config's path or name.
 
     Raises:
-      UserError: a name without ending that no shipped config has; the sentence lists some that are there.
+      UserError: there is no such config; the message lists shipped ones.
     """
     name = os.fspath(name)
     if os.path.isfile(name) or name.endswith((".yaml", ".yml")):

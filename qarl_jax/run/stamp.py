@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's stamp: the settings that its policy was made with. Every verb reads them there.
+"""A checkpoint's stamp: the config and arithmetic of its policy, which resume, evaluate and export read.
 
-A start writes its settings with the first step that it trains (`loop.setup.Run.begin_record`), so that a start which
-trains nothing leaves the record as it was. A run goes on with the policy that it has: settings that say what a policy
-is (`POLICY`) cannot change within a run. Others may; run.json says from which step on.
+A start writes its settings with the first step that it trains (`loop.setup.Run.begin_record`), so a start that trains
+nothing changes no record. Settings that define the policy (`POLICY`) cannot change within a run. Other settings may;
+run.json has the step of each change.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a ru
 
 
 def make(cfg: RunConfig, profile: str) -> dict[str, Any]:
-    """The part of a checkpoint's JSON that this file reads. profile: of the learner's arithmetic, as resolved."""
+    """Makes the stamp of a run, to be saved in a checkpoint's JSON. profile: the learner's resolved arithmetic."""
     stamp = {"config": _plain(cfg), "numerics": {"profile": profile}}
     return stamp if cfg.lora is None else stamp | {"base": _base(cfg)}
 
@@ -92,13 +92,13 @@ def _check_base(cfg: RunConfig, found: dict[str, Any]) -> None:
 
 
 def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The stamp of a policy, and its `step`; None: nothing is saved there.
+    """Reads the stamp of a saved policy, with its `step`; None if nothing is saved there.
 
     Args:
-      directory: a run's folder, its checkpoints folder, or one step of it. Of several steps the newest is meant.
+      directory: a run's folder, its checkpoints folder (both: the newest step), or the folder of one step.
 
     Raises:
-      UserError: the step was saved before checkpoints had a stamp, and run.json, read instead, is no run's record.
+      UserError: the step is older than stamps, and run.json, read instead, is not a run's record.
     """
     try:
         checkpoints, step = checkpoint.find(directory)
@@ -180,10 +180,10 @@ def _run_json(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
 
 
 def config_of(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
-    """The config that a saved policy was made with.
+    """Rebuilds the config that a saved policy was trained with.
 
     Args:
-      directory: as in `of`. overrides: "section.field=value" strings laid over it.
+      directory: as in `of`. overrides: "section.field=value" strings applied to it.
 
     Raises:
       UserError: no policy is saved there.
@@ -198,16 +198,16 @@ def config_of(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) 
 
 
 def numerics_of(found: dict[str, Any] | None) -> quant.Numerics | None:
-    """The arithmetic that a saved policy (`of`) was computed in; None: nothing says it."""
+    """Returns the arithmetic of a stamp (`of`); None if the stamp has none."""
     numerics = (found or {}).get("numerics")
     return of_profile(numerics.get("profile", "")) if isinstance(numerics, dict) else None
 
 
 def learner_numerics(cfg: RunConfig, found: dict[str, Any] | None) -> quant.Numerics:
-    """The learner's arithmetic where `cfg` goes on with a saved policy, or evaluates it, perhaps on another machine.
+    """Decides the learner's arithmetic when `cfg` resumes or evaluates a saved policy, perhaps on another machine.
 
-    `quant.engine`, if it names one. Under auto, what the policy was saved with, so that nothing changes within a run;
-    with vLLM what vLLM computes in on this machine, for it cannot do otherwise.
+    It is `quant.engine` if set. Under auto it is the arithmetic the policy was saved with, so that nothing changes
+    within a run; with vLLM it is that of vLLM on this machine.
     """
     if cfg.quant.engine != "auto" or cfg.rollout.engine_name == "vllm":
         return cfg.numerics
@@ -215,18 +215,18 @@ def learner_numerics(cfg: RunConfig, found: dict[str, Any] | None) -> quant.Nume
 
 
 def changes(cfg: RunConfig, found: dict[str, Any]) -> list[str]:
-    """Lists differences from the settings of a saved policy ("optimizer.lr 0.02 -> 0.01"), new settings apart."""
+    """Lists settings that differ from a saved policy's ("optimizer.lr 0.02 -> 0.01"), without new settings."""
     old, new = _flat(found["config"]), _flat(_plain(cfg))
     both = [key for key in old if key in new and not key.startswith(_UNTOLD)]
     return [f"{key} {old[key]} -> {new[key]}" for key in both if old[key] != new[key]]
 
 
 def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) -> None:
-    """Refuses to go on with a saved policy under settings that make another policy of it.
+    """Refuses to resume a saved policy under settings that would change what the policy computes.
 
     Args:
-      found: its stamp (`of`).
-      on_gpu: whether the learner runs on a GPU; JAX is not asked.
+      found: the saved policy's stamp (`of`).
+      on_gpu: whether the learner runs on a GPU; passed in so that JAX is not initialized.
 
     Raises:
       UserError: names each such setting, with both values.

@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""SPARKLE's views of a policy (https://arxiv.org/abs/2506.04723), for `evaluate --view NAME[,NAME...]`.
+"""Views of an evaluation (`evaluate --view`) by difficulty or with hints (SPARKLE, https://arxiv.org/abs/2506.04723).
 
     plain        the questions as they are
-    difficulty   the same, by how often the base policy solves them (--base FILE, its `evaluate --out`, several samples)
-    plan         with a correct plan below each question: what following a plan is worth
-    knowledge    with the facts of its solution below each: what knowing them is worth
+    difficulty   plain, by how often the base policy solves them (--base FILE, its `evaluate --out`, several samples)
+    plan         with a correct plan below each question: measures how much a plan helps
+    knowledge    with the facts of its solution below each: measures how much the facts help
 
-`data/sources/hints.py` says how plan and facts are cut from a worked solution. Views share their questions and their
-random numbers, so differences are paired by question.
+`data/sources/hints.py` extracts plan and facts from a worked solution. Views share questions and random numbers, so
+differences can be paired by question.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ LEVELS = {"0": 0.0, "25": 0.25, "50": 0.5, "75": 0.75, "100": 1.0}
 
 
 def overrides(view: str) -> list[str]:
-    """A view as overrides of a run's config. Raises `UserError` for an unknown one."""
+    """Returns the config overrides of a view. Raises `UserError` for an unknown one."""
     if view not in VIEWS:
         raise UserError(f"--view {view}: unknown.{did_you_mean(view, VIEWS)} Known: {', '.join(VIEWS)}.")
     return [f"eval.hint.kind={view}"] if view in ("plan", "knowledge") else []
 
 
 def by_difficulty(records: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> dict[str, float]:
-    """Accuracy by level of difficulty.
+    """Computes accuracy by level of difficulty (`LEVELS`).
 
     Args:
-      records: of an evaluation, one per prompt (`Evaluation.prompts`).
-      rates: prompt -> pass rate of the base (`hints.pass_rates`).
+      records: an evaluation's records, one per prompt (`Evaluation.prompts`).
+      rates: maps a prompt's text to the base policy's pass rate (`hints.pass_rates`).
 
     Returns:
       eval/difficulty_<level>, with /low and /high at 95 % and /prompts, for each level that has a prompt.
 
     Raises:
-      UserError: the base has not been asked one of these questions.
+      UserError: the base policy has no pass rate for one of the questions.
     """
     missing = sum(record["prompt"] not in rates for record in records)
     if missing:

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Devices, processes, compiled programs."""
+"""Device meshes, multi-process runs, compilation and progress."""

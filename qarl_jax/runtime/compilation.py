@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs: kept on disk between runs, and counted, because a step that compiles is a step that waits.
+"""Caches compiled programs on disk between runs, and counts compilations, because a step waits while it compiles.
 
-The programs of an 8B step take a minute to compile and seconds to read back. A run keeps them in a folder of the user's
-(`train.compile_cache`); XLA's key for an entry covers program, flags, versions and device, so that a folder may be
-shared by runs and machines, and losing it costs time alone.
+The programs of an 8B step take a minute to compile and seconds to read back. A run keeps them in the folder
+`train.compile_cache`. XLA's cache key covers program, flags, versions and device: runs and machines may share a folder,
+and losing it costs only time.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def _listen() -> None:
 
 
 class Recompiles:
-    """Counts the programs that this process builds from now on, whatever asks for them."""
+    """Counts the programs that this process compiles from now on, in any thread."""
 
     def __init__(self) -> None:
         _listen()
         self._seen = _counted
 
     def take(self) -> int:
-        """Programs built since the last call (or since the counter was made)."""
+        """Returns the number of programs compiled since the last call (or since the counter was made)."""
         new, self._seen = _counted - self._seen, _counted
         return new
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves programs built inside uncounted: those of a first save or evaluation make no training step wait."""
+        """Does not count programs compiled inside the block, such as those of a first save or evaluation."""
         before = _counted
         try:
             yield
@@ -61,11 +61,11 @@ _NO_ZEROS = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
 @functools.cache
 def backward_options() -> dict[str, bool] | None:
-    """`compiler_options` for `jax.jit` of a program with a backward pass; None where there are none to give.
+    """Returns `compiler_options` for `jax.jit` of a program with a backward pass; None if this XLA has none.
 
-    What a scan over layers keeps for the backward lies in stacks that JAX fills with zeros first, though the scan
-    writes every layer of them: 1.7 % of a step of Qwen3-8B on an H200 (`docs/operations/performance.md`). XLA for GPUs
-    leaves that out if told to, in versions that know how.
+    A scan over layers saves activations for the backward in stacked arrays. JAX first fills them with zeros, although
+    the scan overwrites every layer. On an H200 this takes 1.7 % of a step of Qwen3-8B
+    (`docs/operations/performance.md`). An option of recent XLA versions for GPUs removes the fill.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -77,15 +77,15 @@ def backward_options() -> dict[str, bool] | None:
 
 
 def enable_cache(choice: str) -> str | None:
-    """Keeps compiled programs in a folder from here on.
+    """Turns on JAX's persistent compilation cache.
 
     Args:
-      choice: "auto": JAX's own folder, if it was given one; else ~/.cache/qarl_jax/xla (or under XDG_CACHE_HOME) on an
-        accelerator, and none on a CPU, whose programs compile fast and fit only the CPU they were made for. "off":
-        none. Otherwise the folder.
+      choice: "auto": JAX's configured folder if there is one; else ~/.cache/qarl_jax/xla (or under XDG_CACHE_HOME) on
+        an accelerator. On a CPU auto caches nothing: programs compile fast and fit one CPU model only. "off": none.
+        Otherwise the folder.
 
     Returns:
-      The folder in use; None where there is none, also because it cannot be written: no run fails for want of a cache.
+      The folder in use; None if there is none or it cannot be written, which is no error.
     """
     if choice == "off":
         jax.config.update("jax_compilation_cache_dir", None)

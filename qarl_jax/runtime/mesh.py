@@ -1,21 +1,20 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh, and which logical axis of which array lies on which mesh axis.
+"""The device mesh, and rules that map logical axes of arrays to mesh axes.
 
-Four mesh axes, all `Auto` (the partitioner fills in what is not said here):
+Four mesh axes, all `Auto` (XLA's partitioner chooses shardings that are not given):
 
     data     batch rows; weights are replicated over it
     fsdp     batch rows too, and weights are stored sharded over it
     tensor   output features of every matrix, attention heads
     expert   experts of an MoE layer
 
-Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. No contraction is ever split over
-devices in the forward pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K):
-QTensors are bit-equal on every mesh. The price is an all-gather of activations instead of an all-reduce of partial
-sums, of the same size.
+Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. The forward pass never splits a
+contraction over devices, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K).
+QTensors are bit-equal on every mesh. The price is an all-gather of activations in place of an all-reduce of equal size.
 
-A weight declares its logical axes beside its initializer (`nnx.Param(..., axes=("layers", "heads", "embed"))`);
-`AXIS_RULES` maps them to mesh axes, in one place. A dimension that its mesh axes do not divide stays whole.
+A weight declares its logical axes (`nnx.Param(..., axes=("layers", "heads", "embed"))`); `AXIS_RULES` maps them to mesh
+axes. A dimension that its mesh axes do not divide is not sharded.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ def launching(mesh: Mesh) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The section `mesh` of a run's config: devices per mesh axis; -1 in one place: all the rest.
+    """The section `mesh` of a run's config: devices per mesh axis. One axis may be -1: all remaining devices.
 
     Attributes:
-      data: whole copies of the policy, each with its own rows.
-      fsdp: devices that share rows and a copy's weights, gathered layer by layer.
-      tensor: devices that share every layer's products.
+      data: copies of the policy (data parallel), each with different rows.
+      fsdp: devices that share rows and shard a copy's weights, which are gathered layer by layer.
+      tensor: devices that share each layer's matrix products (tensor parallel).
       expert: devices that share the experts of an MoE model.
     """
 
@@ -81,11 +80,11 @@ class Config:
 
     @property
     def size(self) -> int:
-        """Number of devices; negative, where an axis takes all that are left."""
+        """Returns the number of devices; negative if an axis takes all remaining ones."""
         return math.prod(dataclasses.asdict(self).values())
 
     def over(self, devices: int) -> Config:
-        """The same with -1 replaced, where there are that many devices."""
+        """Returns the config with -1 replaced for this number of devices."""
         sizes = dataclasses.asdict(self)
         rest = max(1, devices // math.prod(size for size in sizes.values() if size != -1))
         return Config(**{axis: rest if size == -1 else size for axis, size in sizes.items()})
@@ -93,15 +92,15 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """Logical axis -> mesh axes, for the arrays at rest (weights, optimizer state). () = replicated.
+    """Maps logical axes to mesh axes for stored arrays (weights, optimizer state). () = replicated.
 
     Attributes:
       vocab: rows of the embedding and of the head.
       heads: output features of q; kv_heads: of k and v.
       mlp: output features of gate and up (experts included).
       embed_out: output features of o and down (the model width as N).
-      expert: the experts of a layer; over `fsdp`, too, where that divides them (`for_experts`).
-      layers: the stacked layers of a segment. embed, norm: contraction dims (K) and norm weights, always whole.
+      expert: the experts of a layer; also over `fsdp` if it divides their number (`for_experts`).
+      layers: the layers of a stack. embed, norm: contraction dims (K) and norm weights, always whole.
     """
 
     vocab: tuple[str, ...] = ("fsdp", "tensor")
@@ -115,9 +114,10 @@ class AxisRules:
     norm: tuple[str, ...] = ()
 
     def for_experts(self, count: int, sizes: Mapping[str, int]) -> AxisRules:
-        """The rules for arrays of `count` experts on a mesh of these sizes: spread over `fsdp` by the expert and not
-        within each, where that divides them. A layer's gather then joins whole experts: along a later dimension XLA
-        transposes whole stacks of weights and gradients for it, and has each twice."""
+        """Returns the rules for arrays of `count` experts on a mesh of these sizes. If the mesh divides them, experts
+        are sharded over `fsdp` by the expert, not within each. The all-gather of a layer then moves whole experts;
+        along a later dimension XLA would transpose, and hold twice, whole stacks of weights and gradients.
+        """
         over = (*self.expert, *(axis for axis in self.mlp if axis == "fsdp"))
         if count % math.prod(sizes.get(axis, 1) for axis in over):
             return self
@@ -125,10 +125,10 @@ class AxisRules:
         return dataclasses.replace(self, expert=over, **inside)
 
     def spec(self, axes: Sequence[str | None], name: str = "array") -> PartitionSpec:
-        """Logical axes of one array -> its PartitionSpec.
+        """Converts the logical axes of one array to its PartitionSpec.
 
         Raises:
-          UserError: an axis name is unknown, or two of them claim one mesh axis; the sentence names the parameter.
+          UserError: an axis name is unknown, or two axes map to one mesh axis; the message names the parameter.
         """
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         owner: dict[str, str] = {}
@@ -152,7 +152,7 @@ AXIS_RULES = AxisRules()
 
 
 def is_hopper() -> bool:
-    """Tells whether JAX computes on Hopper GPUs (compute capability 9.0) here."""
+    """Tells whether JAX's backend is a Hopper GPU (compute capability 9.0)."""
     return jax.default_backend() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
@@ -171,7 +171,7 @@ def on_one_device() -> bool:
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh of data x fsdp x tensor x expert devices, the first ones of `devices`. -1 in one place: all the rest.
+    """Makes a mesh of the first data x fsdp x tensor x expert of `devices`. One axis may be -1: all the rest.
 
     Raises:
       UserError: a size is not positive, or more devices are asked for than there are.
@@ -211,7 +211,7 @@ def named_sharding(
     mesh: Mesh | AbstractMesh,
     name: str = "array",
 ) -> NamedSharding:
-    """The NamedSharding of one array of `shape` with logical `axes`. A dimension that does not divide stays whole."""
+    """Returns the NamedSharding of an array of `shape`; a dimension that its mesh axes do not divide stays whole."""
     if len(axes) != len(shape):
         raise UserError(f"{name}: {len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
     rules = AXIS_RULES
@@ -221,12 +221,12 @@ def named_sharding(
 
 
 def param_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shardings for everything that holds model variables, in the same structure.
+    """Returns the sharding of every array in a tree of model variables, in the tree's structure.
 
     Args:
       tree: a model, an abstract model (`nnx.eval_shape`), an `nnx.State` (params or qweights), or any pytree around
-        such states (an optimizer state). A variable's `axes` metadata say how its arrays lie; the arrays of a QTensor
-        ([.., N, K], [.., N, K/8], [.., N, G]) all lie like its master. Arrays outside any variable are replicated.
+        such states (an optimizer state). A variable's `axes` metadata decide its sharding; all arrays of a QTensor
+        ([.., N, K], [.., N, K/8], [.., N, G]) are sharded like its master. Arrays outside any variable are replicated.
       mesh: the mesh.
 
     Returns:
@@ -254,24 +254,24 @@ def param_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Batch rows (the leading dim of [B, ...]) over data and fsdp. B must be a multiple of both together."""
+    """Returns the sharding of batch rows (the first dim of [B, ...]) over data and fsdp, whose product divides B."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def spec_in_use(shape: Sequence[int], *axes: str | None) -> PartitionSpec:
-    """Derives how the mesh in force (`jax.set_mesh`) cuts an array in use: an activation, or a weight about to be
+    """Returns the PartitionSpec, on the current mesh (`jax.set_mesh`), of an activation or of a weight about to be
     multiplied.
 
     Args:
       shape: of the array.
-      axes: per dim "batch", a mesh axis name, or None (whole). A dimension that does not divide stays whole.
+      axes: per dim "batch", a mesh axis name, or None (not sharded). A dimension that does not divide is not sharded.
     """
     spec = PartitionSpec(*(BATCH_AXES if axis == "batch" else axis for axis in axes))
     return _divisible(spec, shape, dict(jax.sharding.get_abstract_mesh().shape))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins how an array lies where a mesh is in force; otherwise x itself. axes: as in `spec_in_use`."""
+    """Constrains an array's sharding on the current mesh; without a mesh returns x. axes: as in `spec_in_use`."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec_in_use(x.shape, *axes))

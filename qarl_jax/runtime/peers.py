@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run notice at once when one of them ends, and end with one sentence.
+"""Ends all processes of a run, with one sentence, soon after one of them ends.
 
-JAX's own health check takes 100 s, or aborts the process with a stack trace of C++; Python cannot intercept it. So each
-process holds a TCP connection to the first one, on a free port that travels through JAX's key-value store. The kernel
-closes the connections of a process that is killed, and keepalive finds a host that is gone. A process that ends by
-itself says so before, and the others have `PATIENCE_S` to end, too.
+JAX's health check takes 100 s, or aborts the process with a stack trace of C++; Python cannot intercept it. So each
+process holds a TCP connection to the first one, on a free port published in JAX's key-value store. The kernel closes
+the connections of a killed process, and keepalive detects a lost host. A process that ends by itself announces it, and
+the others have `PATIENCE_S` to end, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKEN = 32  # characters, before the eight digits of a process's number
 
 
 def watch() -> None:
-    """Connects this process with the others, and starts to watch them. After `jax.distributed.initialize`."""
+    """Connects this process to the others and starts to watch them. Call it after `jax.distributed.initialize`."""
     state = distributed.global_state
     if state.num_processes == 1:
         return

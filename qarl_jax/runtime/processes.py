@@ -1,21 +1,21 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes, one run: every one of them runs the same program over one mesh of all their devices.
+"""Multi-process runs: every process runs one program over one mesh of all processes' devices (SPMD).
 
     python -m qarl_jax.train --config X distributed.coordinator=auto             # under SLURM, Open MPI, on TPUs, GKE
     python -m qarl_jax.train --config X distributed.coordinator=host0:7777 \
         distributed.num_processes=2 distributed.process_id=0                     # ... and 1 on the other host
 
-Prompts, packing and sampling are functions of (config, seed, step), so each process works them out for itself and all
-come to the same; what is not such a function has an owner:
+Prompts, packing and sampling are functions of (config, seed, step), so each process computes equal values by itself.
+Everything else has an owner:
 
-    files, the view, rewards (their pools have time limits)      the first process; the others are told (`from_first`)
-    responses of engines outside the program (vLLM)              each its share; all are given all (`gather`)
+    files, the view, rewards (their pools have time limits)      the first process broadcasts (`from_first`)
+    responses of engines outside the program (vLLM)              each draws its share; all get all (`gather`)
     interrupts, errors while writing                             any process; all act on them (`any_of`, `together`)
     the contents of an array that lies on several hosts          all, by a gather (`fetch`)
 
-Everything here is a no-op in a run of one process. What talks to the others must be called by all processes, in the
-same order, from the main thread: it travels by the same collectives as the training itself.
+In a run of one process these functions do nothing. In a run of several, all processes must call the communicating ones
+in one order, from the main thread: they use the collectives that training uses.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _MEETINGS = itertools.count()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The section `distributed` of a run's config, the same for every process but for `process_id`.
+    """The section `distributed` of a run's config; processes differ in `process_id` alone.
 
     Attributes:
-      coordinator: empty: a run of one process. auto: as the cluster says (SLURM, Open MPI, Cloud TPU, GKE). Otherwise
-        host:port, where the first process listens.
-      num_processes: how many there are; 0: as the cluster says.
-      process_id: which one this is, from 0; -1: as the cluster says.
-      local_devices: ids of the host's GPUs that this process takes; empty: JAX's choice, which is a single one per
-        process under SLURM and Open MPI, and all of them elsewhere.
+      coordinator: host:port at which the first process listens; auto: from the cluster (SLURM, Open MPI, Cloud TPU,
+        GKE); empty: a run of one process.
+      num_processes: number of processes; 0: from the cluster.
+      process_id: number of this process, from 0; -1: from the cluster.
+      local_devices: ids of the host's GPUs that this process takes; empty: JAX's choice (one GPU per process under
+        SLURM and Open MPI, else all).
     """
 
     retired: ClassVar[dict[str, str]] = {"timeout_s": "processes wait 300 s for each other at the start; leave it out."}
@@ -94,10 +94,10 @@ class Config:
 
 
 def start(cfg: Config) -> None:
-    """Joins the other processes. Before anything asks JAX for its devices; a second call does nothing.
+    """Joins the other processes. Call it before anything asks JAX for its devices; a second call does nothing.
 
     Raises:
-      UserError: no cluster says who is who, or the others do not come.
+      UserError: coordinator=auto finds no cluster, or the processes cannot connect.
     """
     if not cfg.is_on or jax.distributed.is_initialized():
         return
@@ -142,17 +142,17 @@ def start(cfg: Config) -> None:
 
 
 def count() -> int:
-    """Processes of the run. Asks JAX for its devices only where there are several."""
+    """Returns the number of processes of the run. Initializes JAX's devices only in a run of several."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def planned(cfg: Config) -> int:
-    """Processes that a run will have, for a plan made before they meet: as the config says; 1 where it does not."""
+    """Returns the number of processes that the config names, before they have met; 1 if it names none."""
     return count() if jax.distributed.is_initialized() else max(1, cfg.num_processes)
 
 
 def number() -> int:
-    """The number of this process among them, from 0."""
+    """Returns the number of this process, from 0."""
     return jax.process_index() if count() > 1 else 0
 
 
@@ -165,7 +165,7 @@ def is_first() -> bool:
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A host array that every process has, onto the mesh; each sends its own devices their part and nothing else."""
+    """Puts a host array that every process has onto the mesh; each process sends only its devices' shards."""
     x = np.asarray(x)
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -173,7 +173,7 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """`jax.device_get` of arrays that may lie on other hosts too: the whole of each, as numpy, on every process."""
+    """Like `jax.device_get`, also for arrays sharded over several hosts: every process gets the whole arrays."""
 
     def whole(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
@@ -210,7 +210,7 @@ def _broadcast(text: str) -> str:
 
 
 def gather(data: bytes) -> list[bytes]:
-    """Every process's bytes, by process, in collectives of at most `PIECE_BYTES` each. Nobody has any: a single one."""
+    """Returns every process's bytes, ordered by process. Uses collectives of at most `PIECE_BYTES` each."""
     if count() == 1:
         return [data]
     _meet()
@@ -254,7 +254,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 def agree(error: Exception | None) -> None:
-    """Raises `error`, and on the processes that have none the first error of another; returns if nobody has any."""
+    """Raises `error`, or on processes without one the first process's; returns if no process has an error."""
     if count() > 1:
         said = gather(b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode())
         others = [_error(number, *json.loads(text)) for number, text in enumerate(said) if text]
@@ -265,7 +265,7 @@ def agree(error: Exception | None) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises on all processes, at the end, an error that one raised inside; so no process waits for a lost one."""
+    """Raises an error of one process on all processes when the block ends, so that none waits for a lost one."""
     if count() == 1:
         yield
         return
@@ -278,18 +278,18 @@ def together() -> Iterator[None]:
 
 
 def any_of(flag: bool) -> bool:
-    """Tells whether any process says so."""
+    """Tells whether `flag` is true on any process."""
     return flag if count() == 1 else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
 def check_same(data: bytes, what: str) -> None:
-    """Stops every process unless all have the same `data`.
+    """Raises on every process unless all have equal `data`.
 
     Args:
-      what: the sentence to stop with, "the config": "process 3 has another config than process 0."
+      what: names the data in the error: "the config's values: process 3 of 8 has others than process 0."
 
     Raises:
-      UserError: naming the first process that differs.
+      UserError: it names the first process that differs.
     """
     if count() == 1:
         return

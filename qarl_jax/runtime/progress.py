@@ -1,12 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work: its name, how far it is, how long it takes.
+"""Reports progress of long tasks: name, amount done, time left.
 
     with progress.task("reading weights", total=339, unit="parameters") as task:
         ...
         task.done += 1
 
-The work only registers itself. An entry point shows it (`shown`), and so does the live view of a run.
+A task only registers itself. An entry point (`shown`) or a run's live view displays it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SHORT_S = 0.5  # in a terminal: shorter tasks would only flicker
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """A piece of work that runs.
+    """A running piece of work.
 
     Attributes:
-      name: of the work. unit: of `total` and `done`, in the plural.
-      total: how much there is to do; None: not known.
-      done: how much is done; the work itself counts it up.
-      began: seconds of the clock.
+      name: what is being done. unit: unit of `total` and `done`, in the plural.
+      total: amount of work; None if unknown.
+      done: amount done; the work itself increases it.
+      began: start in seconds of `time.monotonic`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Task:
         return time.monotonic() - self.began
 
     def far(self) -> str:
-        """ "120 of 339 parameters, 12 s, 22 s left"; the parts that are known."""
+        """Formats the known parts of the progress: "120 of 339 parameters, 12 s, 22 s left"."""
         parts = [f"{self.seconds:.0f} s"]
         if self.total:
             parts.insert(0, f"{self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip())
@@ -69,14 +69,14 @@ _tasks: list[Task] = []
 
 
 def running() -> list[Task]:
-    """The tasks of all threads, oldest first."""
+    """Lists the running tasks of all threads, oldest first."""
     with _lock:
         return list(_tasks)
 
 
 @contextlib.contextmanager
 def task(name: str, total: float | None = None, unit: str = "") -> Iterator[Task]:
-    """Registers a piece of work while the block runs. See `Task`."""
+    """Registers a `Task` while the block runs."""
     made = Task(name, total, unit)
     with _lock:
         _tasks.append(made)
@@ -88,12 +88,12 @@ def task(name: str, total: float | None = None, unit: str = "") -> Iterator[Task
 
 
 def is_terminal(stream: Any) -> bool:
-    """Tells whether `stream` can move its cursor."""
+    """Tells whether `stream` is a terminal whose cursor can be moved."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def renderable() -> Any:
-    """The running tasks for a terminal (rich): a line each, with a bar where the total is known."""
+    """Draws the running tasks for a terminal (rich): a line each, with a bar if the total is known."""
     from rich.progress_bar import ProgressBar
     from rich.spinner import Spinner
     from rich.table import Table
@@ -108,7 +108,7 @@ def renderable() -> Any:
 
 @contextlib.contextmanager
 def told(say: Callable[[str], None]) -> Iterator[None]:
-    """Calls `say` with lines about tasks that last, while the block runs; of equal names only the first is told."""
+    """Calls `say` with lines about long tasks while the block runs; of tasks with one name only the first counts."""
     over = threading.Event()
     due: dict[str, tuple[Task, float]] = {}
 
@@ -132,7 +132,7 @@ def told(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown(stream: Any = None) -> Iterator[None]:
-    """Shows the running tasks on `stream` (None: standard error) while the block runs: at the bottom, or as lines."""
+    """Shows the running tasks on `stream` (None: standard error) during the block: bars in a terminal, else lines."""
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
         with told(lambda line: print(line, file=stream, flush=True)):

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Recomputation policies: the activations that a forward stores of every layer; the backward repeats the rest.
+"""Recomputation (remat) policies: which activations of a layer the forward stores; the backward recomputes the rest.
 
-A layer names what it computes (`checkpoint_name`), and a policy is the names that are kept. The models, the choices of
+A layer names its activations (`checkpoint_name`), and a policy is the list of stored names. The models, the choices of
 `model.remat` and the memory plan all read `SAVED`.
 """
 
@@ -31,7 +31,7 @@ POLICIES = (*SAVED, "none")  # none: nothing is computed again
 
 
 def checkpointed(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """`body` of a layer scan under one of `POLICIES`. Inside a scan the CSE barrier of `checkpoint` is not needed."""
+    """Wraps the body of a layer scan in `jax.checkpoint` with one of `POLICIES`, without the CSE barrier."""
     if policy == "none":
         return body
     names = SAVED[policy]
@@ -47,11 +47,11 @@ def checkpointed(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 
 def saved_elements(policy: str, *, hidden: int, heads: int, projected: int, inner: int, down: int) -> int:
-    """Elements per token and layer, in the compute dtype, that a policy of `SAVED` keeps (statistics apart).
+    """Counts the elements of the compute dtype that a policy of `SAVED` stores per token and layer.
 
     Args:
-      hidden: width of the residual. heads: of all query heads together. projected: of q, k and v. inner: of the MLP.
-      down: of what `down` makes: the residual's width, once for every expert of a token.
+      hidden: width of the residual; heads: of all query heads; projected: of q, k and v; inner: of the MLP.
+      down: width of `down`'s outputs: the residual's width, times the experts per token.
     """
     elements = {
         LINEAR_OUTPUT: projected + hidden + down + 2 * inner,  # q, k, v; o; down; gate, up

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The concurrent work before a run's first step, and its seconds: `time/start_*`.
+"""Runs and times the concurrent work before a run's first step (`time/start_*`).
 
     starting = SideBySide()
     starting.background("programs", compile_them)      # in a thread
@@ -9,8 +9,8 @@
     starting.join()                                    # raises what a thread raised
     starting.seconds()   # {"time/start_programs_s": 31.0, "time/start_weights_s": 9.0, "time/start_s": 33.0}
 
-A process of its own (the bridge) reports its own seconds. They overlap: their sum exceeds `time/start_s`, which is what
-the user waited for.
+Other processes (the bridge) report their seconds separately. Spans overlap, so their sum exceeds `time/start_s`, the
+time that the user waited.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from qarl_jax.metrics import TIME
 
 
 class SideBySide:
-    """Spans and threads of a start.
+    """Timed blocks and background threads of a start.
 
     Args:
-      clock: of seconds.
+      clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -39,7 +39,7 @@ class SideBySide:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time a block."""
+        """Times a block."""
         start = self._clock()
         try:
             yield
@@ -47,7 +47,7 @@ class SideBySide:
             self._spans[name] = self._spans.get(name, 0.0) + self._clock() - start
 
     def background(self, name: str, call: Callable[[], object]) -> None:
-        """Run `call` in a thread, and time it."""
+        """Runs `call` in a thread and times it."""
 
         def run() -> None:
             try:
@@ -61,7 +61,7 @@ class SideBySide:
         self._threads.append(thread)
 
     def wait(self) -> None:
-        """Until all threads have ended, whatever they raised: no process should end while one of them compiles."""
+        """Waits until all threads have ended, and ignores their errors. Call it before the process exits."""
         for thread in self._threads:
             thread.join()
 
@@ -72,13 +72,13 @@ class SideBySide:
             raise self._raised[0]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every span, and since the start."""
+        """Returns the seconds of every span, and since the start."""
         spans = {f"{TIME}start_{name}_s": seconds for name, seconds in self._spans.items()}
         return spans | {f"{TIME}start_s": self._clock() - self._start}
 
 
 def words(seconds: dict[str, float]) -> str:
-    """ "ready after 33.0 s, side by side: programs 31.0 s, weights 9.0 s"."""
+    """Describes the start: "ready after 33.0 s, side by side: programs 31.0 s, weights 9.0 s"."""
     prefix = f"{TIME}start_"
     parts = {key.removeprefix(prefix).removesuffix("_s"): value for key, value in seconds.items()}
     whole = parts.pop("s")

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""YAML and overrides into frozen dataclasses."""
+"""Reads YAML files and overrides into frozen dataclasses."""

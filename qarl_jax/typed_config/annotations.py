@@ -1,7 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the annotations of a config's dataclasses: which keys there are, which sections are chosen by a `name`
-key, and a type in words for messages. `load.py` reads and writes configs by them."""
+"""Reads the annotations of config dataclasses: which keys there are, which sections a `name` key chooses, and a type in
+words for messages. `load.py` reads and writes configs by them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Variants:
     default: str | None = None
 
     def name_of(self, value: Any) -> str:
-        """The variant name of a built config."""
+        """Returns the variant name of a built config."""
         return next(name for name, cls in self.types.items() if type(value) is cls)
 
 
 def dotted_keys(cls: type, prefix: str = "", _inside: tuple[type, ...] = ()) -> list[str]:
-    """Every key that a config of type `cls` may hold, in order, variants' fields included. For suggestions and help."""
+    """Lists every key that a config of type `cls` may hold, in order, variants' fields included, for suggestions."""
     if cls in _inside:  # a variant may contain itself (a sum of rewards)
         return []
     keys: list[str] = []
@@ -45,7 +45,7 @@ def dotted_keys(cls: type, prefix: str = "", _inside: tuple[type, ...] = ()) -> 
 
 
 def nested(hint: Any) -> list[tuple[type, bool]]:
-    """The dataclasses that an annotation names, and whether a `name` key chooses each."""
+    """Lists the dataclasses that an annotation names, and whether a `name` key chooses each."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         marks = variants_of(hint)
@@ -83,7 +83,7 @@ def _alternatives(hints: list[Any]) -> list[Any]:
 
 
 def variants_of(hint: Any) -> list[Variants]:
-    """The marks of an `Annotated` field, none or one."""
+    """Lists the `Variants` of an `Annotated` field, none or one."""
     return [mark for mark in hint.__metadata__ if isinstance(mark, Variants)]
 
 
@@ -92,19 +92,19 @@ INTERNAL = {"internal": True}
 
 
 def internal(default: Any) -> Any:
-    """A dataclass field with this default that is no option."""
+    """Makes a dataclass field with this default that no config can set."""
     return dataclasses.field(default=default, metadata=INTERNAL)
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved annotation, in order, of the options among the fields that `cls(...)` takes."""
+    """Returns field name -> resolved annotation, in order, of the fields that a config can set."""
     hints = typing.get_type_hints(cls, include_extras=True)
     options = [field for field in dataclasses.fields(cls) if field.init and not field.metadata.get("internal")]
     return {field.name: hints[field.name] for field in options}
 
 
 def type_words(hint: Any) -> str:
-    """An annotation in words. Example: `int | None` -> "an integer or null"."""
+    """Describes an annotation in words. Example: `int | None` -> "an integer or null"."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         marks = variants_of(hint)
@@ -139,5 +139,5 @@ def field_default(cls: type, name: str) -> Any:
 
 
 def listing(names: Iterable[Any]) -> str:
-    """Names with commas between them."""
+    """Joins names with commas."""
     return ", ".join(str(name) for name in names)

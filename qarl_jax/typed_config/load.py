@@ -14,8 +14,8 @@ Rules of layering, from weakest to strongest: defaults, the file named by `base:
 Mappings merge key by key; lists and scalars are replaced. Setting another `name` starts that section anew, because the
 fields of one variant mean something else (or nothing) in another: TBPO's clip_high is not GRPO's.
 
-**Arms.** Runs that differ from a file in a few settings are rows of a table that the file names, and are asked for like
-an override, `arm=NAME`:
+**Arms.** An arm is a run that differs from a file's in a few settings: a row of a table that the file names. The
+override `arm=NAME` selects it:
 
     arms: [arms.yaml]                                                   # in the file; relative to it
 
@@ -24,10 +24,10 @@ an override, `arm=NAME`:
 Where several tables have the arm, each is laid over the one before it.
 
 Every mistake is a `UserError` that says where the value came from (file:line or the override itself), what was expected
-and what is close to it. What we left out: environment variables, interpolation and several files on the command line,
-each of which makes a run depend on something that its dumped config does not show.
+and what is close to it. Left out are environment variables, interpolation and several files on the command line:
+each makes a run depend on something that its dumped config does not show.
 
-What an annotation says is read in `annotations.py`; what YAML takes for something else, in `misread.py`.
+`annotations.py` reads annotations; `misread.py` finds values that YAML misreads.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Layer:
     source: str
 
     def where(self, path: Path) -> str:
-        """The origin of `path`, else of a key below it, else of its longest known prefix."""
+        """Returns the origin of `path`, else of a key below it, else of its longest known prefix."""
         if path in self.origins:
             return self.origins[path]
         within = [origin for known, origin in self.origins.items() if known[: len(path)] == path]
@@ -111,12 +111,12 @@ _ARM = "arm="
 
 
 def arm_of(overrides: Sequence[str]) -> str | None:
-    """The arm that `arm=NAME` asks for; the last one, None where there is none."""
+    """Returns the arm that the last `arm=NAME` asks for; None if there is no such override."""
     return next((o.removeprefix(_ARM) for o in reversed(overrides) if o.startswith(_ARM)), None)
 
 
 def arms_of(cls: type, file: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
-    """The arms that a file's tables have: name -> its rows, weakest first."""
+    """Reads the arms of a file's tables: name -> its rows, weakest first."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for table in read_yaml(cls, file).tree.get("arms", []):
         for name, row in read_yaml(cls, table).tree.items():
@@ -125,7 +125,7 @@ def arms_of(cls: type, file: str | os.PathLike[str]) -> dict[str, list[dict[str,
 
 
 def lay_arm(cls: type, layer: Layer, tables: Sequence[str], arm: str) -> None:
-    """Lays an arm of these tables over `layer`, in place."""
+    """Lays the settings of an arm over `layer`, in place. Raises `UserError` if no table has the arm."""
     known: list[str] = []
     for name in tables:
         table = read_yaml(cls, name)
@@ -145,7 +145,7 @@ def lay_arm(cls: type, layer: Layer, tables: Sequence[str], arm: str) -> None:
 
 
 def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = ()) -> Layer:
-    """Reads a YAML mapping with its line numbers; a top-level `base: other.yaml`, relative to it, is laid under it."""
+    """Reads a YAML mapping with its line numbers, over the file that its top-level `base:` names, if there is one."""
     name = os.fspath(file)
     real = os.path.realpath(name)
     if real in _seen:
@@ -240,7 +240,7 @@ def _convert(node: yaml.Node, path: Path, layer: Layer, name: str, open_nodes: t
 
 
 def merge(cls: type, below: Layer, above: Layer) -> None:
-    """Lays `above` over `below`, in place. Mappings merge, the rest is replaced; another `name` starts anew."""
+    """Merges `above` into `below`: mappings merge, other values are replaced, and a new `name` empties its section."""
 
     def lay(low: dict[str, Any], high: dict[str, Any], path: Path) -> None:
         if "name" in high and high["name"] != low.get("name") and holds_variants(cls, path):
@@ -256,7 +256,7 @@ def merge(cls: type, below: Layer, above: Layer) -> None:
 
 
 def apply_overrides(cls: type, layer: Layer, overrides: Sequence[str]) -> Layer:
-    """Applies "a.b=c" overrides, in place and in order, but a variant's name before all else set in its section."""
+    """Applies "a.b=c" overrides in order, in place; a section's `name` is applied before its other fields."""
     ordered: list[tuple[Path, _Text, str]] = []
     for item in map(_parse_override, overrides):
         own, section = item[0], item[0][:-1]
@@ -543,7 +543,7 @@ class _Builder:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A built config as plain values, variants with their `name` first. `build` of it gives an equal config."""
+    """Converts a built config to plain values, variants with `name` first. `build` makes an equal config of them."""
     return {key: _plain_out(hint, getattr(config, key)) for key, hint in field_types(type(config)).items()}
 
 
@@ -567,7 +567,7 @@ def _plain_out(hint: Any, value: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved config as YAML that `load` reads back to an equal config."""
+    """Writes the resolved config as YAML, which `load` reads back to an equal config."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, width=120)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values that YAML 1.1 takes for others than were meant, without a word."""
+"""Finds values that YAML 1.1 silently reads as something other than was meant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 
 def misread(node: yaml.Node) -> str:
-    """Says which number YAML 1.1 takes for another one: 010 for 8, and 1:30 for 90."""
+    """Returns a message if YAML 1.1 reads a number as another one (010 as 8, 1:30 as 90), else ""."""
     if not isinstance(node, yaml.ScalarNode) or node.tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
         return ""
     if ":" in node.value or re.fullmatch(r"[-+]?0[0-7_]+", node.value):
@@ -20,7 +20,7 @@ def misread(node: yaml.Node) -> str:
 
 
 def mistake_of(node: yaml.Node) -> str:
-    """Says what is wrong with the value of an override that YAML reads without a word."""
+    """Returns a message about a mistake in an override's value that YAML accepts silently, else ""."""
     if not isinstance(node, yaml.CollectionNode):
         return misread(node)
     if isinstance(node, yaml.MappingNode):

@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on a pair of learner and sampler: do both compute the same log-probs, why not, and what to do.
+"""Judges whether a learner and a sampler compute equal log-probs, and if not, why, and what to do.
 
     verdict = of_run(cfg, engine.facts)      # or `judge(Pair(...))` for a pair that is no run
     verdict.is_aligned                       # every log-prob is to be equal, to the last bit
     verdict.reason, verdict.remedy           # otherwise: what differs, and the setting that ends it
 
 The learner's settings are read here, and what the bridge reports of its live engine (`messages.Facts`). The doctor, the
-ladder, a run's first step and its search for mismatched tokens ask this verdict, and judge nothing by themselves.
+ladder, a run's first step and its search for mismatched tokens all use this verdict.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Pair:
 
     Attributes:
       engine: the sampler's settings; None: the embedded sampler.
-      facts: what its live engine says of itself; None: not started yet.
-      learner, sampler: their schemes.
+      facts: the live engine's report of itself; None: not started yet.
+      learner, sampler: the schemes of both.
       numerics: the learner's arithmetic. dtype, attention: its `model.dtype` and `model.attention`.
       noise: the correction of a sampler whose norm gains have noise; empty: they have none.
       path: the model's folder, for commands.
@@ -57,13 +57,13 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """The verdict.
+    """The verdict on whether learner and sampler compute equal log-probs.
 
     Attributes:
-      kind: "aligned": equal to the last bit; "close": one program's functions in several programs, each of which rounds
-        in its own way (the embedded sampler, unless it computes in float64); "baseline": two policies by intent;
-        "apart": a setting or the machine keeps one arithmetic from being the other.
-      reason: why it is not aligned; empty where it is.
+      kind: "aligned": log-probs are equal to the last bit; "close": equal functions in programs that round differently
+        (the embedded sampler, unless it computes in float64); "baseline": schemes or norm gains differ on purpose;
+        "apart": a setting or the machine makes the arithmetics differ.
+      reason: why the pair is not aligned; empty if it is.
       remedy: what to do about a mismatch.
       known_k3: the largest k3 that such a pair is known for; None: not measured.
     """
@@ -85,11 +85,11 @@ class Alignment:
 
 
 def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = None) -> Alignment:
-    """The verdict on a run.
+    """Judges the learner and the sampler of a run.
 
     Args:
-      facts: of its live engine; None: not started yet, or the embedded sampler's.
-      version: the one that samples; None: any of the run.
+      facts: the live engine's report; None: not started yet, or the sampler is embedded.
+      version: the policy version that samples; None: any version of the run.
     """
     engine, noise = cfg.rollout.engine, cfg.rollout.norm_noise
     noisy = noise is not None and (version is None or noise.sigma(version, cfg.train.steps) > 0)
@@ -109,7 +109,7 @@ def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = Non
 
 
 def takes_samplers(cfg: RunConfig, facts: Facts | None = None, version: int | None = None) -> bool:
-    """Tells whether old log-probs are the sampler's (`train.proximal`), where one version drew a step's tokens.
+    """Tells whether `old_logprobs` are the sampler's (`train.proximal`), if one version drew a step's tokens.
 
     Args:
       facts, version: as in `of_run`.
@@ -119,7 +119,7 @@ def takes_samplers(cfg: RunConfig, facts: Facts | None = None, version: int | No
 
 
 def judge(pair: Pair) -> Alignment:
-    """The verdict on a pair. What the engine lacks comes first, then noise, then the schemes, then
+    """Judges a pair; the first reason found counts. The order is: what the engine lacks, norm noise, different schemes,
     what the learner lacks."""
     same = pair.learner == pair.sampler
     sampler = quant.parse_scheme(pair.sampler)

@@ -19,10 +19,10 @@ from qarl_jax.verify import ladder, layers
 
 
 def at(path: str, scheme: str, engine_name: str, options: ladder.Options, file: str) -> dict[str, Any]:
-    """Looks up the last mismatch that a run recorded, block by block in a live engine.
+    """Finds the block of the model in which the last mismatch that a run recorded begins, with a live engine.
 
     Args:
-      path: the policy of that step, exported. file: the run's first_mismatch.jsonl.
+      path: model folder of the policy, exported at that step. file: the run's first_mismatch.jsonl.
 
     Returns:
       {"found": the run's record without the sequence, "where": `layers.first_difference`, "first_broken": name or None}

@@ -13,10 +13,9 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
     sampled tokens     log-probs of whole sampled responses
 
-The first four are exact or broken, always. The rest must be equal to the last bit where learner and engine are aligned
-(`alignment.py`), and k3 (below) must be 0; elsewhere they are measured and nothing is promised, which the rung
-"alignment" says with its reason.
-Run it on your own model before a long run.
+The first four are exact or broken, always. If learner and engine are aligned (`alignment.py`), the rest must be equal
+to the last bit, with k3 (below) of 0. Otherwise the rest is measured and not promised, and the rung "alignment" says
+why. Run the ladder on your own model before a long run.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
 usually meet, and which the aligned one must beat. With d = log p_learner - log p_engine over positions whose entropy
@@ -24,10 +23,10 @@ exceeds 0.5 nat (elsewhere everything agrees):
 
     k1 = mean(-d)      k3 = mean(exp(d) - 1 - d)  >= 0      both estimate KL(engine || learner) (J. Schulman, 2020)
 
-In an MoE model the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and once more
-with the learner's own choice, which is the engine's where both are aligned.
+In an MoE model the tokens are scored with the experts that the engine chose (`rollout.router_replay`), and once more
+with the learner's choice. The two choices are equal where learner and engine are aligned.
 
-The engine runs as a run's does (CUDA graphs on a GPU, op by op on a CPU; the ladder says which); `--eager` and
+The engine runs as in training: CUDA graphs on a GPU, op by op on a CPU (the ladder says which). `--eager` and
 `--arithmetic vllm` compare others. Two questions of the same command stand apart: `--modes` in `modes.py`,
 `--at RUN/first_mismatch.jsonl` in `first_mismatch.py`.
 
@@ -64,7 +63,7 @@ _BATCH = 16  # rows scored at once
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Completions of an engine, flattened: everything a learner needs to score them.
+    """An engine's completions as padded arrays: everything a learner needs to score them.
 
     Attributes:
       tokens: [N, T] int32, prompt then response, padded with 0. segment_ids: [N, T] int32, 0 on padding.
@@ -80,7 +79,7 @@ class Sampled:
 
     @staticmethod
     def of(completions: Sequence[Completion]) -> Sampled:
-        """Rows padded to the longest, rounded up to 32, so that few programs are compiled."""
+        """Pads completions to the longest one, rounded up to a multiple of 32, so that few programs are compiled."""
         length = -(-max(len(c.prompt_tokens) + len(c.tokens) for c in completions) // 32) * 32
         shape = (len(completions), length)
         tokens, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -103,9 +102,9 @@ class Sampled:
 def load(
     path: str, scheme: str, engine: str, attention: str = "engine", shards: int = 1, lora_rank: int = 0
 ) -> PolicyWeights:
-    """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish.
+    """Loads a model folder as a bf16 learner's weights under `scheme`, in the arithmetic of `engine`.
 
-    shards: of the engine (`Numerics.shards`). lora_rank: of random adapters of all linear layers; 0: none.
+    shards: number of the engine's shards (`Numerics.shards`). lora_rank: rank of random adapters; 0: none.
     """
     if attention == "engine":
         head_dim = models.read_config(path).head_dim
@@ -119,7 +118,7 @@ def load(
 
 
 def with_adapters(weights: PolicyWeights, rank: int, seed: int = 0) -> PolicyWeights:
-    """The policy with random adapters of all linear layers, which share its base; only they move between versions."""
+    """Adds random adapters of all linear layers to a policy; only the adapters change between its versions."""
     config = dataclasses.replace(models.config_of(weights.graphdef), lora=models.Lora(rank=rank, scale=0.75))
     graphdef = models.split(models.abstract_model(config))[0]
     keys = itertools.count()
@@ -153,9 +152,9 @@ def _scorer(graphdef: Any, temperature: float) -> Any:
 def score(
     weights: PolicyWeights, sampled: Sampled, *, replay: bool = False, temperature: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`.
+    """Computes the learner's (log-probs, entropies), each [N, T] float32, of every token of `sampled`.
 
-    `replay`: tokens go to the experts the engine sent them to, where it recorded them. `temperature`: the sampler's.
+    `replay`: route tokens to the experts that the engine recorded, if it did. `temperature`: the sampler's.
     """
     run = _scorer(weights.graphdef, temperature)
     parts = []
@@ -169,7 +168,7 @@ def score(
 
 
 def mismatch(learner: np.ndarray, engine: np.ndarray, entropy: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """Estimators of the module docstring over masked positions above ENTROPY_FLOOR (all masked ones, if none is)."""
+    """Computes k1, k3 and log-prob differences over masked positions above ENTROPY_FLOOR (all masked, if none is)."""
     counted = mask & (entropy > ENTROPY_FLOOR)
     counted = counted if counted.any() else mask
     d = learner[counted].astype(np.float64) - engine[counted].astype(np.float64)
@@ -185,7 +184,7 @@ def mismatch(learner: np.ndarray, engine: np.ndarray, entropy: np.ndarray, mask:
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One comparison: `ok` None means it was not made."""
+    """The result of one comparison of the ladder. `ok` is None if nothing was compared, or nothing is promised."""
 
     name: str
     ok: bool | None
@@ -193,7 +192,7 @@ class Rung:
 
 
 def exact_rungs(weights: PolicyWeights) -> Iterator[Rung]:
-    """The rungs that need no engine: quantize, pack and unpack."""
+    """Yields the rungs that need no engine: quantize, pack and unpack."""
     config = models.config_of(weights.graphdef)
     if not jax.tree.leaves(weights.qweights):
         yield Rung("quantize", None, "nothing is quantized under this scheme")
@@ -215,7 +214,7 @@ def exact_rungs(weights: PolicyWeights) -> Iterator[Rung]:
 
 
 def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
-    """Publishes with a full read-back: the rungs "hash at load" and "read-back"."""
+    """Publishes `weights` with a full read-back; returns the rungs "hash at load" and "read-back"."""
     try:
         report = engine.publish(weights, 0)
     except BrokenPromiseError as broken:
@@ -235,7 +234,7 @@ def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
 
 
 def module_rungs(engine: VllmEngine, weights: PolicyWeights, prompt: Sequence[int], *, aligned: bool) -> Iterator[Rung]:
-    """Live linear layers and blocks against the learner's, on what the engine itself feeds them."""
+    """Compares the live engine's linear layers and blocks with the learner's, on the engine's own inputs."""
     config = models.config_of(weights.graphdef)
     for name, names, linear in (
         ("linear layers", layers.linear_names(config), True),
@@ -253,19 +252,19 @@ ONE_TOKEN = SamplingConfig(max_response_len=1)
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
-    """`count` prompts of `length` random tokens."""
+    """Makes `count` prompts of `length` random tokens below `vocab`."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, vocab, (count, length))
     return [Prompt(uid=str(i), tokens=tuple(int(t) for t in row), text="", answer="") for i, row in enumerate(rows)]
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
-    """The samples of every prompt, one after the other, as one list."""
+    """Flattens the completions of all prompts into one list."""
     return [completion for group in groups for completion in group]
 
 
 def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: int) -> dict[str, float]:
-    """Greedy responses decoded token by token, and every token of them again out of a prefill, inside the engine."""
+    """Compares each token of greedy responses, as decoded, with the same token out of a prefill, inside the engine."""
     generate = functools.partial(engine.generate, num_samples=1, key=0)
     decoded = flat(generate(prompts, sampling=SamplingConfig(max_response_len=length, temperature=0.0)))
     cuts = [(c, t) for c in decoded for t in range(len(c.tokens))]
@@ -329,7 +328,7 @@ class Options:
 
 
 def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any = lambda rung: None) -> dict[str, Any]:
-    """Climbs the ladder.
+    """Runs the comparisons of the ladder in order, and calls `show` with the result of each.
 
     Returns:
       {"rungs": [...], "aligned": mismatch, "unaligned": mismatch, "first_broken": name or None, ...}
@@ -431,7 +430,7 @@ def _logprob_rungs(result: dict[str, Any], *, aligned: bool) -> Iterator[Rung]:
 
 
 def line(stats: dict[str, float]) -> str:
-    """One line of `mismatch`."""
+    """Formats the result of `mismatch` as one line of text."""
     return (
         f"k1 {stats['k1']:+.1e}  k3 {stats['k3']:.1e}  mean {stats['mean_abs']:.1e}  max {stats['max_abs']:.1e}  "
         f"within 1e-4 {stats['within_1e-4']:.1%}  of {stats['tokens']} tokens"

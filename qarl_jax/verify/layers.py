@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Single layers and blocks of a live engine against the learner's, on the engine's own activations.
+"""Compares single layers and blocks of a live engine with the learner's, on the engine's own activations.
 
 The engine prefills a prompt and records what goes into and comes out of some of its modules (`VllmEngine.probe`). The
-learner computes the same modules from the same inputs, under its `numerics` profile, jitted as in training. So an error
-does not travel: whatever differs was made in that module.
+learner computes the same modules from the same inputs, under its `numerics` profile, jitted as in training. So errors
+do not propagate: a difference comes from the module itself.
 
-Compared are the four linear layers of a block as vLLM fuses them (q, k and v; o; gate and up; down) and whole blocks
-(both norms, RoPE, attention, MLP or experts), in the first, the middle and the last layer.
+The linear layers of a block are the four that vLLM fuses: q, k and v; o; gate and up; down. A whole block has both
+norms, RoPE, attention, and MLP or experts. The first, the middle and the last block are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LINEARS = {
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One module's outputs, learner against engine.
+    """The difference between learner and engine in one module's outputs.
 
     Attributes:
       module: the engine's name.
@@ -95,7 +95,7 @@ def judge(found: Sequence[Difference], aligned: bool) -> tuple[bool | None, str]
 
 
 def picked_layers(num_layers: int) -> list[int]:
-    """First, middle, last."""
+    """Returns the indices of the first, the middle and the last layer."""
     return sorted({0, num_layers // 2, num_layers - 1})
 
 
@@ -114,9 +114,9 @@ def _split_layer(model: models.Transformer, number: int) -> tuple[Any, Any]:
 
 
 def compare(weights: PolicyWeights, records: Sequence[messages.Recorded], linear: bool) -> list[Difference]:
-    """The learner's outputs for what the engine recorded; `linear`: of linear layers, otherwise of whole blocks.
+    """Compares the learner's outputs with recorded ones; `linear`: of linear layers, otherwise of whole blocks.
 
-    Tokens go to the experts the engine sent them to, where it recorded them.
+    Tokens are routed to the experts that the engine recorded, if it did.
     """
     model = models.merge(weights.graphdef, weights.params, weights.qweights)
     modules, routing = _apart(records)
@@ -134,8 +134,8 @@ def first_difference(
     weights: PolicyWeights,
     sequence: Sequence[int],
 ) -> str:
-    """The first block whose outputs are not the engine's to the bit while `sequence` is prefilled, on the engine's own
-    inputs, with the first token it happens at and its linear layers that differ by themselves; "": none differs.
+    """Finds the first block whose outputs differ from the engine's in any bit, on the engine's own inputs in a prefill.
+    Returns block, first token that differs and differing linear layers, as text; "": no block differs.
 
     Args:
       probe: `VllmEngine.probe` of an engine that holds `weights`.
@@ -156,8 +156,8 @@ def first_difference(
 
 
 def linear_names(config: models.ModelConfig, numbers: Sequence[int] = ()) -> list[str]:
-    """The engine's linear layers to probe, of blocks `numbers`, else of the picked ones. The experts of a block are
-    one module, compared with its block."""
+    """Lists the engine's linear layers to probe, in blocks `numbers`, else in `picked_layers`. Experts are left out:
+    they are one module, which is compared with its block."""
     return [
         f"model.layers.{layer}.{own}"
         for layer in numbers or picked_layers(config.num_layers)
@@ -167,7 +167,7 @@ def linear_names(config: models.ModelConfig, numbers: Sequence[int] = ()) -> lis
 
 
 def block_names(config: models.ModelConfig) -> list[str]:
-    """The engine's blocks to probe."""
+    """Lists the engine's blocks to probe: those of `picked_layers`."""
     return [f"model.layers.{layer}" for layer in picked_layers(config.num_layers)]
 
 
@@ -218,7 +218,7 @@ def _linear(model: models.Transformer, record: messages.Recorded) -> Difference:
 def block_outputs(
     model: models.Transformer, record: messages.Recorded, routing: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(delta, residual) after a block, the learner's and the engine's, each float32 [2, T, D].
+    """Returns a block's outputs (delta, residual), the learner's and the engine's, each float32 [2, T, D].
 
     `routing` [T, layers, k]: the experts the engine sent tokens to.
     """

@@ -49,32 +49,32 @@ class Check:
     todo: str = ""
 
     def in_words(self) -> str:
-        """The check as text; what to do stands on a line of its own."""
+        """Returns the check as text, with `todo` on a line of its own."""
         text = f"{self.status:<5} {self.name:<18} {self.found}"
         return f"{text}\n{'':<24} -> {self.todo}" if self.todo else text
 
 
 def amount(nbytes: float) -> str:
-    """Bytes for people. Example: amount(3 * 2**20) == "3 MiB"."""
+    """Formats a number of bytes. Example: amount(3 * 2**20) == "3 MiB"."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.0f} MiB"
 
 
 def check(name: str, good: bool, found: str, todo: str, otherwise: Status = "fail") -> Check:
-    """`ok` if `good`; otherwise a warning or failure that says what to do."""
+    """Makes a check: ok if `good`, otherwise a warning or failure (`otherwise`) with what to do."""
     if good:
         return Check(name=name, status="ok", found=found)
     return Check(name=name, status=otherwise, found=found, todo=todo)
 
 
 def python_version() -> Check:
-    """The trainer's interpreter."""
+    """Checks the version of the trainer's Python."""
     version = sys.version_info[:3]
     found = ".".join(map(str, version)) + f" at {sys.executable}"
     return check("python", (3, 11) <= version < (3, 14), found, "use Python 3.11, 3.12 or 3.13")
 
 
 def packages() -> Iterator[Check]:
-    """Installed versions, against what this distribution asks for."""
+    """Checks the versions of installed packages against the requirements of qarl-jax."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -110,7 +110,7 @@ def _read(path: str) -> str:
 
 
 def cpu() -> Check:
-    """Instruction sets that decide which of vLLM's CPU kernels exist, and how many cores this process may use."""
+    """Checks for the instruction sets that vLLM's CPU kernels need; reports the cores of this process."""
     flags = set(_read("/proc/cpuinfo").split())
     known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16")
     has = [flag for flag in known if flag in flags]
@@ -126,7 +126,7 @@ def cpu() -> Check:
 
 
 def host_memory_bytes() -> int:
-    """Memory this process may still take: what the system has available, within the container's limit."""
+    """Returns the bytes that this process may still take: the system's, within the container's limit."""
     available = [
         int(line.split()[1]) * 1024 for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")
     ]
@@ -149,7 +149,7 @@ def host_memory() -> Check:
 
 
 def shared_memory() -> Check:
-    """The bridge passes weights in anonymous memory files (no /dev/shm); vLLM and torch themselves use /dev/shm."""
+    """Checks the space of /dev/shm, which vLLM and torch use; the bridge passes weights in anonymous memory files."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -166,7 +166,7 @@ def shared_memory() -> Check:
 
 
 def devices() -> Check:
-    """The devices that JAX computes on."""
+    """Checks the devices that JAX computes on."""
     try:
         found = jax.devices()
     except RuntimeError as error:
@@ -192,14 +192,14 @@ def devices() -> Check:
 
 
 def device_memory_bytes() -> int:
-    """Memory of one accelerator that JAX may use; 0 on CPU, where it is the host's."""
+    """Returns the bytes of one accelerator that JAX may use; 0 on a CPU."""
     if jax.default_backend() == "cpu":
         return 0
     return int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0))
 
 
 def jail_of_programs() -> Check:
-    """The walls around what a policy writes and a reward or an environment runs."""
+    """Checks the sandbox for programs that a policy writes and that a reward or an environment runs."""
     whole, found = jail.walls()
     return check("jail", whole, found, "install bubblewrap, where namespaces are allowed (SECURITY.md)", "warn")
 
@@ -208,7 +208,7 @@ def jail_of_programs() -> Check:
 
 
 def integer_products() -> Check:
-    """AQT's int8 product, and int4 codes through packing and product, against 64-bit integers of numpy."""
+    """Checks AQT's int8 product, and that of packed int4 codes, against numpy's 64-bit integers."""
     rng = np.random.default_rng(0)
     x = rng.integers(-128, 128, (5, 1024)).astype(np.int8)
     w8 = rng.integers(-128, 128, (7, 1024)).astype(np.int8)
@@ -229,7 +229,7 @@ def integer_products() -> Check:
 
 
 def weight_grid() -> Check:
-    """Scales and codes of int8 weights under jit on this device, against IEEE division in numpy."""
+    """Checks scales and codes of int8 weights, under jit on this device, against IEEE division in numpy."""
     import ml_dtypes
 
     w = np.random.default_rng(1).normal(size=(64, 512)).astype(np.float32)
@@ -247,7 +247,7 @@ def weight_grid() -> Check:
 
 
 def checks() -> Iterator[Check]:
-    """All of them, in the order of a report. One named "devices" that fails is the last: JAX does not start."""
+    """Yields all checks in the order of a report. If "devices" fails it is the last, because JAX does not start."""
     yield python_version()
     yield from packages()
     yield cpu()

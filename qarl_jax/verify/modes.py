@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.parity ... --modes`: does an engine compute the same op by op and in CUDA graphs?
 
-From the same weights, prompts and seeds, every number must come out the same to the last bit: what goes into and comes
-out of every block, log-probs of first tokens, and responses whose batch passes through every size.
+Both engines get equal weights, prompts and seeds, and every number must be equal to the last bit. The numbers are
+inputs and outputs of every block, log-probs of first tokens, and responses whose batch passes through every size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Observed:
     """Everything that one engine computed for `compare_modes`.
 
     Attributes:
-      execution: its mode. tokens_per_s: of the responses of equal length, all decoded together.
+      execution: the engine's mode. tokens_per_s: speed of decoding the responses of equal length together.
       modules: what went into and came out of every block and of the picked linear layers in a prefill.
       prompts: a first token of every prompt and of every prompt cut short. equal: responses of equal length. ragged:
         responses whose lengths differ, so that the batch passes through every size below its largest.
@@ -78,7 +78,7 @@ def observe(weights: PolicyWeights, config: Config, options: ladder.Options) -> 
 
 
 def same_bits(a: Observed, b: Observed) -> Iterator[ladder.Rung]:
-    """One rung per kind of number that two engines computed; `ok` where all of them are equal to the last bit."""
+    """Compares what two engines computed, bit by bit; yields a `ladder.Rung` per kind of number."""
     pairs = list(zip(a.modules, b.modules, strict=True))
     different = [x.module for x, y in pairs if x != y]
     detail = (
@@ -116,7 +116,7 @@ def compare_modes(
     options: ladder.Options,
     show: Any = lambda rung: None,
 ) -> dict[str, Any]:
-    """The same policy in two engines, one after the other: op by op, and as a run has it (op by op again on a CPU).
+    """Compares one policy in two engines: op by op, and in the mode of a run (op by op again on a CPU).
 
     Returns:
       {"rungs": [...], "modes": [...], "tokens_per_s": [...], "first_broken": name or None, ...}

@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of live layers on a CPU: fused layers have one, whose numbers are those of each part's own."""
 
+import types
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from qarl_bridge.engine.adapters import Adapters  # noqa: E402
+from qarl_bridge.engine.machine import Cuda  # noqa: E402
+from qarl_bridge.protocol import messages  # noqa: E402
 from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
 
 K, SIZES = 24, {"q_proj": 16, "k_proj": 8, "v_proj": 8}
@@ -152,3 +156,19 @@ def test_adapters_that_fit_no_live_layer_are_refused():
     ):
         with pytest.raises(BridgeError, match=words):
             Adapters(modules, shapes | {name: shape}, product=product, dtype=torch.float64, device="cpu")
+
+
+def test_what_a_layer_should_give_is_picked_where_the_layer_is():
+    """Of a version in host memory: the host's threads would wait for its cores once per layer."""
+    _, held, version = made(dict.fromkeys(SIZES, 4))
+    adapter = held._of[f"{PARENT}.qkv_proj"]
+    adapter.a = adapter.a.to("meta")
+    for end in (".lora_A.weight", ".lora_B.weight"):
+        assert adapter.wanted(version, end, np.arange(8)).device.type == "meta"
+
+
+def test_the_engine_of_a_gpu_copies_on_one_thread_of_its_host():
+    threads = []
+    cuda = types.SimpleNamespace(get_device_capability=lambda: (9, 0))
+    Cuda(types.SimpleNamespace(cuda=cuda, set_num_threads=threads.append), messages.EngineOptions())
+    assert threads == [1]

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -242,3 +243,16 @@ def test_a_large_tensor_is_summed_in_pieces_and_gives_the_sums_of_the_whole():
     words = np.append(data, np.zeros(-len(data) % 4096, np.uint8)).view("<u2").reshape(-1, 2048).astype(np.uint64)
     wanted = np.stack([words.sum(1), (words * np.arange(1, 2049, dtype=np.uint64)).sum(1)], axis=1).astype(np.uint32)
     np.testing.assert_array_equal(fingerprint.row_sums(data), wanted)
+
+
+def test_a_tensor_is_summed_in_memory_that_is_there_already():
+    """Of an adapter's size. In new memory for every 64 rows, each page of it was paged in again for each tensor."""
+    data = np.arange(640 << 8, dtype=np.uint32)
+    fingerprint.digest(data)
+    tracemalloc.start()
+    try:
+        fingerprint.digest(data)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < data.nbytes / 8

@@ -414,6 +414,25 @@ def test_a_fused_parameter_is_put_together_in_the_layout_its_kernel_wants():
     assert torch.equal(fast_load._assemble(source, like, tensors, "cpu"), Experts(tensors).w2_weight.mT)
 
 
+def test_what_a_module_fuses_is_not_joined_on_the_host_first():
+    _, tensors = fused("int8")
+    (source,) = fast_load._sources("model.layers.0.self_attn.qkv_proj", {"weight": None}, tensors)
+    called = []
+
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with Calls():
+        fast_load._assemble(source, torch.empty(32, 64, dtype=torch.int8), tensors, "meta")
+    assert called.count("aten::copy_") == 3
+    assert "aten::cat" not in called
+    uneven = tensors | {"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, 1, dtype=torch.int8)}
+    with pytest.raises(fast_load.Unsupported, match="do not make weight"):
+        fast_load._assemble(source, torch.empty(32, 64, dtype=torch.int8), uneven, "cpu")
+
+
 def test_two_modules_of_every_kind_are_given_to_vllms_loader():
     model = torch.nn.Module()
     tensors = {"model.embed_tokens.weight": bf16(24, 16)}

@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from qarl_jax import models, train
-from qarl_jax.learning import pieces
+from qarl_jax.learning import pieces, trainable
 from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.memory import learner as plan
@@ -28,6 +28,7 @@ from qarl_jax.rollout.embedded.decode_form import compute_form
 from qarl_jax.rollout.embedded.engine import Config, JaxSampler
 from qarl_jax.run import build, export
 from qarl_jax.run.checkpoint import Checkpoints
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -137,13 +138,64 @@ def test_a_base_made_some_layers_at_a_time_is_the_one_made_whole(scheme, tmp_pat
     assert has_same_bits(in_pieces, whole)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["w4a16:g32", "nvfp4"])
+def test_a_base_is_read_within_what_the_plan_counts(scheme, monkeypatch):
+    """24 pieces: a stack beside its pieces, or two pieces in flight and their stacks, would be more."""
+    config = tiny.model_config(num_layers=24, compute_dtype="bfloat16", quant=models.parse_rules(scheme), vocab_size=8)
+    config = dataclasses.replace(config, lora=models.Lora(rank=8, scale=1.0))
+    monkeypatch.setattr(pieces, "BYTES", 1)
+    before = jax.live_arrays()  # held, so that none of them goes meanwhile
+    other, seen, write = sum(x.nbytes for x in before), [], pieces._write
+
+    def watched(*given):
+        seen.append(_live_bytes())
+        write(*given)
+        seen.append(_live_bytes())
+
+    monkeypatch.setattr(pieces, "_write", watched)
+    leaves = functools.partial(models.random_leaves, seed=0)
+    _, frozen = pieces.read(LoraConfig().trainable, config, make_mesh(), leaves)
+    base = sum(x.nbytes for x in jax.tree.leaves(frozen))
+    assert base == _live_bytes() - other
+    most = plan.reading(config, LoraConfig().trainable, None)
+    assert most == 3 * 2 * (128 * 64 if scheme == "w4a16:g32" else 2 * 128 * 64)  # of a layer: down, or gate and up
+    assert base < max(seen) - other <= base + most
+
+
+def _live_bytes():
+    return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
+
+
+def test_what_is_compiled_ahead_of_reading_is_what_reading_calls(policy, monkeypatch):
+    cfg, learner, (_, frozen) = policy
+    called = []
+
+    def holder(*given):
+        hold = trainable.holder(*given)
+        return lambda state: called.append(_described(state)) or hold(state)
+
+    monkeypatch.setattr(pieces, "holder", holder)
+    monkeypatch.setattr(pieces, "BYTES", 1)
+    assert has_same_bits(learner.read(models.read_masters, cfg.model.path)[1], frozen)
+    masters = learner.trainable.frozen(learner.abstract_params)
+    wanted = [_described(piece) for piece, _ in pieces.groups(learner.config, masters)]
+    found = {str(one) for one in called}
+    assert found == {str(one) for one in wanted}
+    assert len(called) > len(found) == len(wanted)  # one program for all pieces of a stack
+
+
+def _described(state):
+    return {path: (x.shape, str(x.dtype)) for path, x in models.by_path(state).items()}
+
+
 @pytest.mark.slow
 def test_frozen_masters_wait_for_those_that_nvfp4_has_one_number_of(tmp_path):
     cfg = world(tmp_path, quant={"forward": "nvfp4", "engine": "cpu"}).config
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))
     held = models.by_path(build.load_policy(cfg, learner)[1])
     graphdef, params = tiny.load_model(dataclasses.replace(cfg, lora=None), learner.mesh)
-    for group in pieces.together(learner.config, params):  # as their programs are compiled ahead
+    for _, group in pieces.groups(learner.config, params):  # as their programs are compiled ahead
         jax.eval_shape(functools.partial(models.quantize_params, graphdef), group)
     wanted = models.by_path(models.quantize_params(graphdef, params))
     assert len(wanted) == 7

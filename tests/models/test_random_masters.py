@@ -41,3 +41,14 @@ def test_kernels_are_normal_norms_one_biases_zero_in_the_masters_dtype():
             assert abs(values.std() / 0.1 - 1) < 6 / np.sqrt(values.size), path
         else:
             assert (values == (1 if path.endswith("weight") else 0)).all(), path
+
+
+@pytest.mark.slow
+def test_a_seed_means_the_same_masters_wherever_stacks_are_cut():
+    config = dataclasses.replace(CONFIG, num_layers=4, moe_layers=())
+    whole = models.by_path(models.random_masters(config, make_mesh(), 3))
+    parts = models.by_path(models.random_masters(dataclasses.replace(config, splits=(1,)), make_mesh(), 3))
+    for path, x in whole.items():
+        own = [parts[path.replace("stacks.0.", f"stacks.{n}.")] for n in range(2 if "stacks" in path else 1)]
+        found = np.concatenate(own) if len(own) == 2 else np.asarray(own[0])
+        np.testing.assert_array_equal(found, np.asarray(x), err_msg=path)

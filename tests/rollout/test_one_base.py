@@ -39,8 +39,8 @@ def bases(world):
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
     own = models.by_path(build.load_policy(cfg, learner)[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "BYTES_OF_A_KEEPER", 1)
-        assert len(pieces.cut(learner.config, keeper=True).stacks) == 2
+        patch.setattr(pieces, "BYTES", 1)
+        assert len(pieces.cut(learner.config).stacks) == 2
         learner.keeper = OneBase(learner.graphdef, mesh)
         shared = models.by_path(build.load_policy(cfg, learner)[1])
     return learner, own, shared

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import pytest
 from qarl_bridge.client import sender
-from qarl_bridge.protocol import adapters, messages
+from qarl_bridge.protocol import adapters, fingerprint, messages
 
 from qarl_jax import models
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors, moving
@@ -72,6 +72,23 @@ def test_later_versions_have_what_moves_and_draw_as_they_would_whole(served):
     tokens = [[one[:2] for one in group] for group in drawn(engine)]
     assert tokens == [[one[:2] for one in group] for group in partial]
     assert [bridge.engine.loads for bridge in bridges] == [5, 5]  # the first is the base, and what moves over it
+
+
+def test_a_later_version_reads_no_byte_of_the_base(served, monkeypatch):
+    """Its own are summed when they are staged, and by each of two bridges when they come and when they are loaded."""
+    engine, bridges = served
+    sums, sizes = fingerprint.row_sums, []
+
+    def counted(data):
+        sizes.append(data.nbytes if hasattr(data, "nbytes") else len(data))
+        return sums(data)
+
+    monkeypatch.setattr(fingerprint, "row_sums", counted)
+    report = engine.publish(version(1), 1)
+    times = 1 + 2 * len(bridges)
+    assert len(sizes) == times * report["tensors"]
+    own = sum(array.nbytes for _, array in engine_tensors(version(1), paths=NORMS))
+    assert sum(sizes) == times * own
 
 
 def test_a_bridge_that_comes_later_is_given_the_base_too(served, tmp_path):

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's buffers of a base that its engine reads, too (`protocol/one_base.py`): in a memory file, or on a GPU.
+"""Buffers for a frozen base that trainer and engine share (`protocol/one_base.py`): in a memory file, or on a GPU.
 
-A buffer lives as long as its process. An engine that starts again maps it again; nothing is transferred.
+The trainer allocates a buffer, which lives as long as the trainer's process. An engine maps it at each start.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from qarl_bridge.transport import cuda_ipc, shm
 
 
 class HostMemory:
-    """A memory file of `size` zeroed bytes.
+    """A memory file of `size` zeroed bytes, mapped into this process.
 
     Attributes:
-      pointer: its first byte in this process.
-      place: the name by which another process of this host maps it.
-      dlpack: device type and number, as DLPack has them.
+      pointer: address of the first byte in this process.
+      place: location by which another process of this host maps the file.
+      dlpack: (device type, device number) in DLPack's numbering.
 
     Raises:
-      BridgeError("limits"): there is no memory for it.
+      BridgeError("limits"): the host has too little memory.
     """
 
     dlpack = 1, 0
@@ -39,15 +39,15 @@ class HostMemory:
         self.place = shm.locate(self._fd)
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
-        """Copies bytes in from a pointer on the buffer's device; done when it returns."""
+        """Copies `nbytes` bytes from the host address `source` into the buffer at byte `offset`; synchronous."""
         ctypes.memmove(self.pointer + offset, source, nbytes)
 
 
 class GpuMemory:
-    """`size` zeroed bytes of GPU `ordinal`, outside of JAX's pool; attributes as of `HostMemory`.
+    """A buffer of `size` zeroed bytes on GPU `ordinal`, outside JAX's memory pool; attributes as of `HostMemory`.
 
     Raises:
-      BridgeError: there is no room for it ("limits"), or it cannot be exported ("unshared").
+      BridgeError: the GPU has too little memory ("limits"), or CUDA cannot export the buffer ("unshared").
     """
 
     def __init__(self, size: int, ordinal: int, library: str = "libcuda.so.1"):
@@ -57,13 +57,13 @@ class GpuMemory:
         self.dlpack = 2, ordinal
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
-        """Likewise."""
+        """Copies `nbytes` bytes from the GPU address `source` into the buffer at byte `offset`; synchronous."""
         self._device.copy_all([(self.pointer + offset, source, nbytes)])
         self._device.synchronize()
 
 
 def write(folder: str, places: Sequence[Place]) -> None:
-    """Puts places into an engine's model folder, in the place of any that it has."""
+    """Writes the list of buffers to base.json in an engine's model folder, and replaces an earlier list."""
     temporary = os.path.join(folder, f".{FILE}.{os.getpid()}")
     with open(temporary, "wb") as file:
         file.write(msgspec.json.encode(list(places)))

@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's end of a publish: stage tensors, take their fingerprints, hand them to the bridge.
+"""Publishes weights from the trainer: stages tensors, computes their fingerprints, and hands them to the bridge.
 
     announce v -> stage -> commit
 
-`stage` makes one copy (host arrays into a memory file) and takes each tensor's fingerprint while its bytes are warm. On
-a GPU the learner itself writes a buffer (`gpu_buffers`) and hands it in with the fingerprints it computed there: an
-engine on that GPU maps it (transport/cuda_ipc.py), to one on another it is broadcast (transport/nccl.py). A staged
-version stays with the sender, so that a bridge that died can be given it again without touching the learner.
+`stage` copies host arrays into a memory file and computes each tensor's fingerprint while its bytes are in cache. On a
+GPU the learner writes a buffer (`gpu_buffers`) and computes the fingerprints there. An engine on the learner's GPU maps
+the buffer (transport/cuda_ipc.py); an engine on another GPU receives a broadcast (transport/nccl.py). The sender keeps
+a staged version, so it can publish it again to a restarted bridge without the learner.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Elsewhere:
 
 @dataclasses.dataclass
 class StagedVersion:
-    """A version in a sealed memory file. Close it, or let it be collected, to free the memory.
+    """A version in a sealed memory file. `close` or garbage collection frees the memory.
 
     Attributes:
       fd: the file's descriptor; -1 once closed.
       stage_s: seconds that staging took.
-      over: of a partial version, the complete one whose other tensors it keeps; to be closed by its owner.
+      over: for a partial version, the complete version that supplies the remaining tensors; `close` leaves it open.
     """
 
     manifest: messages.Manifest
@@ -60,9 +60,9 @@ class StagedVersion:
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
 
     def changes_to(self, digest: bytes) -> bytes | None:
-        """Encodes the change from the version of that manifest to this one (delta.py); None: send it whole.
+        """Encodes the bytes that differ from `base` (delta.py), if `digest` is the digest of its manifest.
 
-        Made once, by whoever asks first, from any thread; `base` must not be closed meanwhile.
+        Returns None where the whole version must be sent. The result is cached. Thread-safe; `base` must stay open.
         """
         with self._lock:
             base = self.base
@@ -74,22 +74,22 @@ class StagedVersion:
 
     @contextlib.contextmanager
     def turn_of(self, host: bytes) -> Iterator[_Elsewhere]:
-        """While it lasts, nobody else sends to a host; what is learned of where it lies there is kept."""
+        """Locks sending to a host, and yields the record of the memory in which the version lies on the host."""
         with self._lock:
             elsewhere = self._elsewhere.setdefault(host, _Elsewhere())
         with elsewhere.lock:
             yield elsewhere
 
     def memory(self) -> messages.HostMemory:
-        """Locates the version for the bridge."""
+        """Returns the process and descriptor by which the bridge opens the memory file."""
         return shm.locate(self.fd)
 
     def chunk(self, offset: int, size: int) -> bytes:
-        """Some of its bytes, for a bridge that cannot reach the memory."""
+        """Reads `size` bytes from `offset`, for a bridge that cannot share memory with the trainer."""
         return os.pread(self.fd, size, offset)
 
     def close(self) -> None:
-        """Free the memory (the bridge keeps its own reference while it needs one)."""
+        """Closes the memory file; the memory is freed once the bridge has closed its mapping, too. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -100,10 +100,10 @@ class StagedVersion:
 
 @dataclasses.dataclass
 class DeviceVersion:
-    """A version in a buffer on the GPU, or in one on each of several. Close it to let them be written again.
+    """A version in a buffer on each of one or more GPUs. `close` lets the next version overwrite the buffers.
 
     Attributes:
-      buffers: the same bytes in each.
+      buffers: one for each GPU; all hold equal bytes.
       stage_s: seconds that staging took.
       transport: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
     """
@@ -115,42 +115,42 @@ class DeviceVersion:
     over = None  # none is partial
 
     def buffer(self, device: bytes) -> cuda_ipc.Buffer:
-        """The one on the GPU of that UUID, else the first."""
+        """Returns the buffer on the GPU with UUID `device`, or the first buffer if that GPU has none."""
         return next((buffer for buffer in self.buffers if buffer.device.uuid == device), self.buffers[0])
 
     def lies_on(self, device: bytes) -> bool:
-        """Tells whether there is one on the GPU of that UUID."""
+        """Tells whether a buffer lies on the GPU with UUID `device`."""
         return any(buffer.device.uuid == device for buffer in self.buffers)
 
     def memory(self, device: bytes = b"") -> messages.DeviceMemory:
-        """Locates the version for a bridge whose engine is on that GPU."""
+        """Returns the CUDA handle by which a bridge maps the buffer on the GPU with UUID `device`."""
         buffer = self.buffer(device)
         return messages.DeviceMemory(device=buffer.device.uuid, handle=buffer.handle)
 
     def chunk(self, offset: int, size: int) -> bytes:
-        """Raises BridgeError("unshared"), always."""
+        """Always raises BridgeError("unshared"): a version on a GPU is never sent through the socket."""
         raise BridgeError("a version on the GPU is mapped or broadcast: it has no chunks", "unshared")
 
     def close(self) -> None:
-        """The bridge must not need it any more: it has been refused, or another version serves."""
+        """Releases the buffers. Call it once the bridge has refused the version or serves another one."""
         for buffer in self.buffers:
             buffer.release()
 
 
 @dataclasses.dataclass
 class ChunkedVersion(DeviceVersion):
-    """A version that is written part by part into a buffer smaller than the version, on each of some GPUs.
+    """A version for chunked weight transfer: it is written part by part into a GPU buffer smaller than the version.
 
     Attributes:
-      ends: indices of parts' ends, see messages.DeviceMemory.
-      write: (part, buffer) -> writes that part into the buffer; BridgeError("bad_state") if the version is gone.
+      ends: for each part the index of the tensor after its last one, see messages.DeviceMemory.
+      write: a callback (part, buffer) that writes a part into a buffer, or raises BridgeError("bad_state").
     """
 
     ends: list[int] = dataclasses.field(default_factory=list)
     write: Callable[[int, cuda_ipc.Buffer], None] = lambda part, buffer: None
 
     def memory(self, device: bytes = b"") -> messages.DeviceMemory:
-        """The buffer on that GPU."""
+        """Returns the CUDA handle of the buffer on the GPU with UUID `device`, and the ends of the parts."""
         return msgspec.structs.replace(super().memory(device), ends=self.ends)
 
 
@@ -158,27 +158,27 @@ Version = StagedVersion | DeviceVersion
 
 
 def complete_of(version: Version) -> Version:
-    """The version itself, or the complete one that it is over."""
+    """Returns the complete version under a partial one (`StagedVersion.over`), or a complete version unchanged."""
     return version.over or version
 
 
 def gpu_buffers(ordinal: int, library: str = "libcuda.so.1") -> cuda_ipc.Buffers:
-    """Staging buffers on GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
+    """Makes a pool of staging buffers on GPU `ordinal` of this process; BridgeError("unshared") without a GPU."""
     return cuda_ipc.Buffers(cuda_ipc.Device(ordinal, cuda_ipc.load(library)))
 
 
 def gpu_memory(ordinal: int) -> tuple[int, int]:
-    """(free, total) bytes of GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
+    """Returns (free, total) bytes of GPU `ordinal` of this process; BridgeError("unshared") without a GPU."""
     return cuda_ipc.Device(ordinal).memory()
 
 
 def gpu_count(library: str = "libcuda.so.1") -> int:
-    """Number of GPUs of this process; BridgeError("unshared") where there is none."""
+    """Counts the GPUs that this process sees; BridgeError("unshared") without a GPU."""
     return cuda_ipc.count(cuda_ipc.load(library))
 
 
 def align(offset: int) -> int:
-    """Rounds an offset up to one at which a tensor of a staged version may begin."""
+    """Rounds a byte offset up to a multiple of `messages.ALIGNMENT`, where a tensor of a version may begin."""
     return -(-offset // messages.ALIGNMENT) * messages.ALIGNMENT
 
 
@@ -190,7 +190,7 @@ def manifest_of(
     scheme: bytes,
     base: bytes = b"",
 ) -> messages.Manifest:
-    """The sealed manifest of a version that ends where the last of its entries does. Arguments as in `stage`."""
+    """Builds the manifest, digest included, of a version with these tensors. Other arguments as in `stage`."""
     return messages.Manifest(
         version=version,
         model=model,
@@ -210,15 +210,15 @@ def stage(
     scheme: bytes,
     over: Version | None = None,
 ) -> StagedVersion:
-    """Copy (Hugging Face name, array) pairs into a sealed memory file with a manifest.
+    """Copies (Hugging Face name, array) pairs into a sealed memory file and computes the manifest.
 
     Args:
-      tensors: whole fused modules together and layer by layer (the engine's loader holds one module at a time); arrays
-        of any dtype in `tensors.DTYPES`.
-      version: number and run of these tensors.
+      tensors: in order of layers, tensors of a fused module side by side (the engine's loader holds one module at a
+        time); arrays of any dtype in `tensors.DTYPES`.
+      version: the run, its incarnation and the step that made these tensors.
       model: `tensors.model_fingerprint` of the config.json.
       scheme: `tensors.scheme_hash` of its quantization_config.
-      over: the complete version whose other tensors this one keeps (`messages.Manifest`); None: it is complete.
+      over: the complete version that supplies the tensors left out here (`messages.Manifest`); None: none left out.
     """
     start = time.perf_counter()
     entries: list[messages.TensorEntry] = []
@@ -251,7 +251,7 @@ def stage(
 
 
 def write_folder(path: str, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
-    """A model folder without weights, for an engine whose first version arrives by publish like every later one."""
+    """Writes a model folder without weights (config.json, tensors.json); its engine waits for the first publish."""
     os.makedirs(path, exist_ok=True)
     for name, data in (
         ("config.json", json.dumps(config, indent=1).encode()),
@@ -268,13 +268,13 @@ class Client:
 
     Args:
       address: a path, unix:/path or tcp://host:port.
-      key: the bridge's, 32 bytes (`keys.read_key`).
-      timeout_s: longest silence tolerated, in seconds.
-      is_over: looked at while a reply is waited for; once true, the request ends with BridgeError("dead").
+      key: the bridge's 32-byte key (`keys.read_key`).
+      timeout_s: seconds without any message from the bridge after which a request fails.
+      is_over: a callback, polled during a request; once it is true, the request ends with BridgeError("dead").
 
     Raises:
-      BridgeError: nobody listens there ("dead") or answers in time ("timeout"), the key is another ("auth"), or the
-        protocol is ("setup").
+      BridgeError: no bridge listens at the address ("dead"), it does not answer in time ("timeout"), the keys differ
+        ("auth"), or the protocols do ("setup").
     """
 
     def __init__(
@@ -295,11 +295,11 @@ class Client:
             raise
 
     def set_timeout(self, seconds: float) -> None:
-        """Longest silence tolerated in later requests."""
+        """Sets the seconds without any message from the bridge after which a later request fails."""
         self._timeout_s = seconds
 
     def close(self) -> None:
-        """Close the connection; a lease held on it ends."""
+        """Closes the connection, and thereby ends a lease that was acquired on it."""
         self._leave()
         self._channel.close()
 
@@ -312,7 +312,8 @@ class Client:
         on_progress: Callable[[messages.Progress], None] | None = None,
         fill: Callable[[int], None] | None = None,
     ) -> Any:
-        """Send one request and wait for its reply. fill: writes the part of a version that the bridge asks for."""
+        """Sends one request and returns its reply, of type `reply`. data: raw bytes of a Chunk. on_progress, fill:
+        callbacks for Progress, and for Fill, which must write the part with the given index."""
         self._channel.send(message, data)
         return self._answer(message, reply, on_progress, fill)
 
@@ -349,24 +350,26 @@ class Client:
         return self.request(messages.Status(), messages.StatusReply)
 
     def acquire(self, run_id: str, incarnation: int) -> None:
-        """Take the publishing lease; refused while another trainer holds it."""
+        """Takes the publishing lease; BridgeError("lease") while another trainer holds it."""
         self.request(messages.Acquire(run_id=run_id, incarnation=incarnation), messages.Ok)
 
     def publish(
         self, staged: Version, *, readback: str = "sampled", drain_timeout_s: float = 600.0
     ) -> dict[str, float]:
-        """Announce, stage, commit; of a partial version, first the complete one, if the engine does not hold it.
+        """Publishes a version: announces it, transfers the bytes, and commits, which loads them into the engine.
+
+        The base of a partial version is published first where the engine does not hold it.
 
         Args:
-          readback: "full", "sampled" or "off": which live weights are compared with what was published.
-          drain_timeout_s: longest time for running requests to end, in seconds.
+          readback: "full", "sampled" or "off": which live weights are compared with the published ones.
+          drain_timeout_s: seconds that running requests may take to end.
 
         Returns:
           Seconds (`*_s`), `bytes`, and counts; `base_s` is 0 where the engine held the base already.
 
         Raises:
-          BridgeError: refused; the engine goes on serving what it served, or is fenced (code "fenced"). "base": the
-            complete version cannot be had any more.
+          BridgeError: the publish failed, and the engine serves its old version or none ("fenced"). "base": the
+            partial version's base is not available any more.
         """
         start = begun = time.perf_counter()
         commit = messages.Commit(digest=staged.manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
@@ -404,13 +407,13 @@ class Client:
             raise BridgeError(str(error), "base") from error
 
     def route(self, staged: Version) -> str:
-        """The route of a version to this bridge: "host", "cuda_ipc" or "nccl".
+        """Chooses the transport of a version to this bridge: "host", "cuda_ipc" or "nccl".
 
-        "auto" maps a buffer on the engine's own GPU and broadcasts to another GPU, but not past a TCP address: what
-        the socket encrypts, NCCL does not.
+        `transport="auto"` maps a buffer on the engine's GPU, and broadcasts to another GPU. It never broadcasts to a
+        bridge with a TCP address, because NCCL does not encrypt.
 
         Raises:
-          BridgeError("unshared"): there is no such way.
+          BridgeError("unshared"): the version's transport cannot reach this engine.
         """
         if isinstance(staged, StagedVersion):
             return "host"
@@ -436,7 +439,7 @@ class Client:
         return "cuda_ipc" if same else "nccl"
 
     def _transfer(self, staged: Version) -> messages.Staged:
-        """The bytes: from the GPU where they lie there, else as shared memory, else over the socket."""
+        """Transfers the bytes: through a GPU buffer if they lie there, else shared memory, else the socket."""
         manifest = staged.manifest
         route = self.sent_over = self.route(staged)
         self.sent_bytes = 0
@@ -471,7 +474,7 @@ class Client:
         return lambda part: staged.write(part, staged.buffer(self.facts.device))
 
     def _send(self, staged: StagedVersion, holds: bytes) -> messages.Staged:
-        """Through the socket: what has changed since the version the bridge holds, or the whole."""
+        """Sends a version through the socket: the changes since the version with digest `holds`, or all bytes."""
         manifest = staged.manifest
         changes = staged.changes_to(holds)
         if changes is not None:
@@ -493,11 +496,11 @@ class Client:
         self.sent_bytes += len(data)
 
     def _broadcast(self, buffer: cuda_ipc.Buffer) -> messages.Staged:
-        """Send a buffer while the bridge receives it, each looking at the other over the socket.
+        """Broadcasts a buffer over NCCL while the bridge receives it; both ends watch each other over the socket.
 
         Raises:
-          BridgeError: what the bridge says of it; "dead" or "timeout", it is gone or silent; "unshared", NCCL failed
-            or took too long, with both ends free again. The next broadcast begins with a new communicator.
+          BridgeError: the bridge's error; "dead" or "timeout", the bridge is gone or silent; "unshared", NCCL failed
+            or took too long, and both ends have left it. The next broadcast begins with a new communicator.
         """
         library = nccl.load()
         communicator = self._communicator
@@ -542,7 +545,7 @@ class Client:
             raise
 
     def _give_up(self, stage: messages.Stage) -> None:
-        """End the bridge's waiting, and take its two answers, so that the connection can be used again."""
+        """Cancels the bridge's wait for NCCL and reads its two replies, so that the connection stays usable."""
         self._channel.send(messages.Cancel())
         for expected in (messages.Staged, messages.Ok):
             try:
@@ -563,27 +566,27 @@ class Client:
         *,
         on_progress: Callable[[messages.Progress], None] | None = None,
     ) -> list[messages.Drawn]:
-        """Completions in the order of `draws`.
+        """Samples completions; returns them in the order of `draws`.
 
         Raises:
-          BridgeError: a request beyond the engine's limits ("limits"), or an engine without weights ("bad_state") or
-            behind a fence ("fenced").
+          BridgeError: a request exceeds the engine's limits ("limits"), or the engine has no weights yet ("bad_state")
+            or none that can be trusted after a failed load ("fenced").
         """
         message = messages.Generate(draws=draws, sampling=sampling)
         return self.request(message, messages.Completions, on_progress=on_progress).completions
 
     def read_back(self, mode: str = "full", seed: int = 0) -> messages.ReadBackReply:
-        """Compare the live layers with the staged copy of the serving version.
+        """Compares the engine's live weights with the bridge's copy of the serving version.
 
         Args:
-          mode: "full", or "sampled" by `seed`.
+          mode: "full" for every weight, or "sampled" for a choice drawn with `seed`.
         """
         return self.request(messages.ReadBack(mode=mode, seed=seed), messages.ReadBackReply)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """Records the inputs and outputs of live modules while `prompt` is prefilled."""
+        """Records the inputs and outputs of the named modules of the live model while it prefills `prompt`."""
         return self.request(messages.Probe(prompt=prompt, modules=modules), messages.Probed).records
 
     def shutdown(self) -> None:
-        """Ask the bridge to stop."""
+        """Asks the bridge to stop; BridgeError("lease") while another trainer holds the lease."""
         self.request(messages.Shutdown(), messages.Ok)

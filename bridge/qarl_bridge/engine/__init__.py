@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM: one engine, its versions, its kernels."""
+"""Runs vLLM: starts an engine, loads and reads back weights, and replaces kernels by batch-invariant ones."""

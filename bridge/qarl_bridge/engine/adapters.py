@@ -1,23 +1,23 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a live model: h = bf(x A^T), d = bf(h B^T), y' = bf(y + d) behind every linear layer that has one.
+"""Computes LoRA adapters in a live vLLM model: h = bf(x A^T), d = bf(h B^T), y' = bf(y + d).
 
-An engine serves one policy, so that nothing of vLLM's own LoRA is used: no slots, no names per version, no folder, and
-no products whose parts are added by atomics. A and B lie beside the layer from its start on, zeros at first, and every
-version is copied into the same memory; a CUDA graph that was captured with it goes on.
+An engine serves one policy, so it does not use vLLM's LoRA, which has slots, names, folders, and products that add by
+atomics. A and B are allocated at the start, as zeros. Every version is copied into this memory, so captured CUDA graphs
+stay valid.
 
 Layers that vLLM fuses have one adapter, whose B is block diagonal:
 
     h = x [A_q; A_k; A_v]^T        d = h diag(B_q, B_k, B_v)^T
 
-The zeros of B add exact zeros, so that these are the numbers of three adapters, from two products. Both are the
-device's own: sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, in one part (no split-K).
+The zeros of B add exact zeros, so two products compute three adapters. Products are the device's batch-invariant ones:
+sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, without split-K.
 
-A shard of a tensor-parallel engine holds the rows of B that its layer has outputs for, and all of A: where a layer's
-inputs are spread over the shards, they are gathered first. So the numbers are those of one shard.
+A shard of a tensor-parallel engine holds all of A, and the rows of B for its layer's outputs. If a layer's inputs are
+spread over shards, they are all-gathered first. So the results equal those of one shard.
 
-vLLM sees none of it: tensors are no parameters or buffers of a module, which its reload would rebuild. What we left
-out: experts, embeddings, the head, vLLM's own arithmetic.
+The tensors are no parameters or buffers of a module, so vLLM's reload does not rebuild them. Not supported: experts,
+embeddings, the head, and arithmetic=vllm.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _CHUNK = 256  # one-hot rows pushed at once
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """One published adapter: its module, its place among the ranks, its rows of the outputs, and which of B's these
-    are."""
+    """One published adapter in a fused layer's adapter: module name, its ranks and rows in the fused A and B, and the
+    rows `of` the published B on this shard."""
 
     module: str
     ranks: slice
@@ -53,20 +53,20 @@ class _Slice:
     of: slice
 
     def b(self, published: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The rows of B that the layer has outputs for."""
+        """Returns the rows of the published B that this shard computes."""
         return published[self.module + adapters.B][self.of]
 
 
 class Adapter:
-    """The adapter of a live layer.
+    """The adapter of one live layer, which may fuse several published adapters.
 
     Args:
       slices: published adapters. outputs, inputs: N and K of the layer.
-      product: x [..., K], weight [N, K] -> bf(x W^T).
-      dtype: what `product` takes weights in.
+      product: a function (x [..., K], weight [N, K]) that returns bf(x W^T).
+      dtype: dtype in which `product` takes weights.
 
     Attributes:
-      a: [ranks, K]. b: [N, ranks].
+      a: [ranks, K]. b: [N, ranks]. Ranks are padded to a multiple of 8.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Adapter:
             self.b = torch.zeros((outputs, ranks), dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """[..., K], the layer's output [..., N] -> [..., N]."""
+        """Adds the adapter's output for inputs x [..., K] to the layer's output y [..., N]."""
         d = self._product(self._product(x, self.a), self.b)
         return y - (0.0 - d)  # y + d, but y itself, and not +0 for -0, where d is 0
 
     def load(self, published: Mapping[str, torch.Tensor]) -> None:
-        """Copies what is there of it into place."""
+        """Copies this adapter's tensors among `published`, if any, into its memory."""
         with torch.no_grad():
             for one in self.slices:
                 if one.module + adapters.A in published:
@@ -93,52 +93,53 @@ class Adapter:
                     self.b[one.rows, one.ranks].copy_(one.b(published))
 
     def clear(self) -> None:
-        """Makes the layer the base's."""
+        """Sets A and B to zero, so that the layer computes the base model."""
         with torch.no_grad():
             self.a.zero_()
             self.b.zero_()
 
     def wanted(self, published: Mapping[str, torch.Tensor], end: str, inputs: np.ndarray) -> torch.Tensor:
-        """The outputs [R, ranks or N] of one-hot rows at `inputs` [R], from published tensors, where these are.
+        """Computes from published tensors the outputs [R, ranks or N] expected for one-hot rows at `inputs` [R].
+
+        The outputs lie on the layer's device: of a version in host memory the host picks nothing.
 
         Args:
           end: `adapters.A` or `adapters.B`.
         """
-        outputs = (self.a if end == adapters.A else self.b).shape[0]
-        where = published[self.slices[0].module + end].device
-        out = torch.zeros((len(inputs), outputs), dtype=torch.bfloat16, device=where)
+        where = self.a.device
+        out = torch.zeros(
+            (len(inputs), len(self.a if end == adapters.A else self.b)), dtype=torch.bfloat16, device=where
+        )
         for one in self.slices:
-            at, columns, to, held = np.arange(len(inputs)), inputs, one.ranks, published[one.module + end]
+            at, columns, to, held = slice(None), inputs, one.ranks, published[one.module + end]
             if end == adapters.B:
                 held = one.b(published)
-                at = np.flatnonzero((one.ranks.start <= inputs) & (inputs < one.ranks.stop))
+                at = slice(*np.searchsorted(inputs, (one.ranks.start, one.ranks.stop)).tolist())
                 columns, to = inputs[at] - one.ranks.start, one.rows
-            index = torch.from_numpy(columns).to(where)
-            out[torch.from_numpy(at).to(where), to] = held.index_select(1, index).t()
+            out[at, to] = held.to(where).index_select(1, torch.from_numpy(columns).to(where)).t()
         return out
 
     def differing(
         self, published: Mapping[str, torch.Tensor], picked: Callable[[int], Sequence[OneHot]]
     ) -> tuple[Any, int]:
-        """Pushes one-hot rows through both products.
+        """Multiplies one-hot rows by A and B, and compares the results with the published columns.
 
         Args:
-          picked: width of a matrix -> the rows.
+          picked: a function from a matrix's number of inputs to its one-hot rows.
 
         Returns:
-          (whether anything came out that is not the published column, rows pushed).
+          (bool tensor: whether any value differs, number of rows).
         """
         wrong, pushed = torch.zeros((), dtype=torch.bool, device=self.a.device), 0
         for end, held in ((adapters.A, self.a), (adapters.B, self.b)):
             for inputs, one_hot in picked(held.shape[1]):
-                want = self.wanted(published, end, inputs).to(held.device)
-                wrong |= (self._product(one_hot, held) != want).any()
+                wrong |= (self._product(one_hot, held) != self.wanted(published, end, inputs)).any()
                 pushed += len(inputs)
         return wrong, pushed
 
 
 def _with(adapter: Adapter, forward: Callable[..., Any], gather: Gather | None) -> Callable[..., Any]:
-    """A layer's `forward`, which returns its output, or a tuple that begins with it. gather: for its inputs."""
+    """Wraps a layer's `forward` to add the adapter's output. gather: all-gathers spread inputs, or None."""
 
     @functools.wraps(forward)
     def call(x: torch.Tensor, *args: Any, **named: Any) -> Any:
@@ -150,16 +151,16 @@ def _with(adapter: Adapter, forward: Callable[..., Any], gather: Gather | None) 
 
 
 class Adapters:
-    """All adapters of a live model.
+    """All adapters of a live model. It wraps the `forward` of each layer that has an adapter.
 
     Args:
-      modules: all of the model's, by name.
-      shapes: of the published tensors of adapters, by name.
+      modules: the model's modules, by name.
+      shapes: shapes of the published adapter tensors, by name.
       product, dtype, device: see `Adapter`.
-      rank: of this shard. gather: [..., K of a shard] -> [..., K], where inputs are spread over shards.
+      rank: rank of this shard. gather: all-gathers inputs [..., K of a shard] to [..., K] where they are spread.
 
     Raises:
-      BridgeError("setup"): a live layer is missing, or of another shape.
+      BridgeError("setup"): the model has no layer for an adapter, or one of another shape.
     """
 
     def __init__(
@@ -206,21 +207,21 @@ class Adapters:
         return len(self._of)
 
     def load(self, published: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies the adapters among these tensors into place; returns the other tensors."""
+        """Loads the adapters among published tensors; returns the other tensors."""
         for adapter in self._of.values():
             adapter.load(published)
         return {name: tensor for name, tensor in published.items() if not adapters.is_adapter(name)}
 
     def clear(self) -> None:
-        """Makes the model the base."""
+        """Sets all adapters to zero, so that the model computes the base."""
         for adapter in self._of.values():
             adapter.clear()
 
     def compare(self, published: Mapping[str, torch.Tensor], mode: str, rng: np.random.Generator) -> tuple[int, int]:
-        """Reads back the adapters among these tensors: (layers, one-hot rows).
+        """Compares live adapters with those among published tensors; returns counts (layers, one-hot rows).
 
         Args:
-          mode: "full", or "sampled": some inputs drawn from `rng`, the same for all layers of a width.
+          mode: "full", or "sampled": some inputs drawn from `rng`, equal for all layers of a width.
 
         Raises:
           BridgeError("engine"): names the first layer that differs.

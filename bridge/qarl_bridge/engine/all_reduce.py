@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The sum over the shards of a tensor-parallel engine, in one order: y = bf16(((x_0 + x_1) + x_2) + ...) in float32.
+"""All-reduce of a tensor-parallel engine in the order of ranks: y = bf16(((x_0 + x_1) + x_2) + ...) in float32.
 
-x_r is the bfloat16 sum of shard r's own inputs. vLLM has several ways to add them (a kernel of its own, NCCL, symmetric
-memory), each with an order and roundings that depend on sizes and topology. Here every shard gathers the x_r of all,
-which moves bits alone, and adds them up by rank: what the learner does with `Numerics.shards`. A CUDA graph captures
-both, the gathering by vLLM's own NCCL communicator.
+x_r is shard r's partial sum in bfloat16. vLLM has several all-reduces (a custom kernel, NCCL, symmetric memory) whose
+orders and roundings depend on sizes and topology. Here every shard all-gathers the x_r, which changes no bits, and adds
+them by rank, as the learner does with `Numerics.shards`. A CUDA graph captures both steps; vLLM's NCCL communicator
+gathers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMMUNICATORS = (("cuda_communicator", "CudaCommunicator"), ("cpu_communicator"
 
 
 def pin(folder: str = "vllm.distributed.device_communicators") -> None:
-    """Before an engine starts: its shards add up in the order of their ranks (idempotent)."""
+    """Replaces vLLM's all-reduce by the sum in rank order (idempotent). Call it before an engine starts."""
     for module, name in _COMMUNICATORS:
         kind = getattr(importlib.import_module(f"{folder}.{module}"), name)
         if not getattr(kind.all_reduce, "in_rank_order", False):
@@ -41,7 +41,7 @@ def _in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathered(communicator: Any, x: torch.Tensor) -> torch.Tensor:
-    """[shards, *x.shape] of a communicator of vLLM's, by rank."""
+    """All-gathers x over a vLLM communicator; returns [shards, *x.shape], by rank."""
     every = x.new_empty((communicator.world_size, *x.shape))
     nccl = getattr(communicator, "pynccl_comm", None)
     if nccl is not None and not nccl.disabled:
@@ -53,7 +53,7 @@ def _gathered(communicator: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def added(every: torch.Tensor) -> torch.Tensor:
-    """[shards, ...] -> their sum in float32, by rank, rounded once to the dtype of `every`."""
+    """Sums [shards, ...] over shards in float32, by rank, and rounds once to the dtype of `every`."""
     if every.is_cuda:
         from qarl_bridge.engine.cuda import ops
 

@@ -1,12 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's place for weights with zero points (format `qarl-asymmetric`): on a CPU cpu/linear.py, on CUDA cuda/asym.py.
+"""Base class of linear layers with zero points (format `qarl-asymmetric`), and their registration in vLLM.
 
-vLLM has no layer for two and three bits, for e4m3 scales under a float32 one, or for zero points of slices. Here a
-layer's parameters are the arrays that are published: codes densely in bytes, scales, zero points; and t of each part
-that vLLM fuses (q, k and v; gate and up). A weight is bf((q - z) s t), q in steps of eight bits.
+cpu/linear.py and cuda/asym.py compute. vLLM has no layer for two and three bits, for e4m3 scales under a float32 scale,
+or for zero points of bit slices. A layer's parameters here are the published arrays: packed codes q, scales s, zero
+points z, and a float32 scale t of each part that vLLM fuses (q, k and v; gate and up). A weight is bf((q - z) s t),
+where a code of b bits is scaled to eight: q = code 2^(8 - b).
 
-Where config.json says that channels are split, a layer has some inputs twice: those of `input_index`, behind its own.
+With split outlier channels (see config.json) a layer has duplicated inputs, listed in `input_index`, behind its inputs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from qarl_bridge.protocol import formats
 
 
 class AsymmetricLayer(CompressedTensorsScheme):
-    """Layers of one width and group size.
+    """An abstract vLLM scheme for layers with zero points, of one code width and group size.
 
     Args:
-      bits: of a code, 2, 3, 4 or 8.
+      bits: bits of a code: 2, 3, 4 or 8.
       group_size: inputs per scale and zero point.
-      midpoint: whether a code stands for the middle of its steps.
-      share: of a layer's inputs that it has twice.
+      midpoint: whether q = code 2^(8 - b) + 2^(7 - b), the middle of the code's interval.
+      share: fraction of a layer's inputs that are duplicated; 0: none.
     """
 
     is_batch_invariant: ClassVar[bool] = True
@@ -45,7 +46,7 @@ class AsymmetricLayer(CompressedTensorsScheme):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Each machine's own layer checks where it is made."""
+        """Returns 0: the subclass of each device checks the GPU when it loads."""
         return 0
 
     def create_weights(
@@ -56,8 +57,8 @@ class AsymmetricLayer(CompressedTensorsScheme):
         weight_loader: Callable[..., Any],
         **unused: Any,
     ) -> None:
-        """Make parameters as they are published: uint8 [N, K width/8] of each part of a code, e4m3 and uint8 [N, K/G],
-        float32 [parts]."""
+        """Creates parameters in published layout: codes uint8 [N, K width/8] for each bit lane, scales e4m3 and zero
+        points uint8 [N, K/G], and float32 scales [parts]."""
         twice = formats.places(input_size_per_partition, self.share, self.group_size)
         n, k = sum(output_partition_sizes), input_size_per_partition + twice
         layer.logical_widths = output_partition_sizes
@@ -77,8 +78,8 @@ class AsymmetricLayer(CompressedTensorsScheme):
             layer.register_parameter(formats.INDEX, PerTensorScaleParameter(data=index, **made))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """t of each part -> of each output, float32 [N]; the index of inputs that are there twice -> of all inputs,
-        int32 [K]. At load and at every reload."""
+        """Expands, at every load, scales t from parts to outputs, float32 [N], and the index of duplicated inputs to
+        all inputs, int32 [K]."""
         widths = torch.tensor(layer.logical_widths, device=layer.weight_tensor_scale.device)
         self.keep(layer, "weight_tensor_scale", layer.weight_tensor_scale.data.repeat_interleave(widths))
 
@@ -89,22 +90,22 @@ class AsymmetricLayer(CompressedTensorsScheme):
 
     @staticmethod
     def inputs(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Activations as the weight's columns want them: those of split channels twice; the one behind all is zero."""
+        """Gathers activations for the weight's columns: duplicated inputs twice; index K selects a zero."""
         index = getattr(layer, formats.INDEX, None)
         return x if index is None else torch.nn.functional.pad(x, (0, 1)).index_select(-1, index)
 
     @staticmethod
     def keep(layer: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-        """Put what is multiplied in the place of what was loaded."""
+        """Replaces a loaded parameter by the value that the kernel multiplies."""
         setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
 
     @abc.abstractmethod
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N] in x.dtype."""
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
 
 
 def serve(kind: type[AsymmetricLayer]) -> None:
-    """Let it compute every layer of the format from now on (the first call decides)."""
+    """Makes vLLM compute every layer of format `qarl-asymmetric` by `kind`; only the first call has an effect."""
     config = compressed_tensors.CompressedTensorsConfig
     original = config.get_scheme
     if getattr(original, "is_own", False):

@@ -1,20 +1,20 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine, in this process: generate, load in place, read back, probe. versions.py hides its versions.
+"""Runs one vLLM engine in this process: generates, loads weights in place, reads them back, records activations.
 
-What is set in vLLM, because each choice changes what is computed (and each is asserted in `facts`):
+Settings of vLLM that decide the arithmetic (reported in `facts`):
 
-  * bf16 activations, ops as in eager mode (in CUDA graphs or not): one rounding per op, as the learner mirrors it, and
-    no inductor fusions;
-  * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (cpu/linear.py,
-    cpu/layers.py, cpu/experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
-    layers quantize their activations, which vLLM decides by the build otherwise;
-  * log-probs of the distribution drawn from (`processed_logprobs`), for the drawn token only;
-  * nothing is taken from generation_config.json.
+  * bf16 activations, operations as in eager mode (in CUDA graphs or not): one rounding for each operation, as the
+    learner computes it, and no inductor fusions;
+  * on a CPU, every operation whose rounding depends on vLLM's build is replaced by the bridge's (cpu/linear.py,
+    cpu/layers.py, cpu/experts.py), so all builds compute equal bits; `VLLM_CPU_INT4_W4A8` decides whether int4 layers
+    quantize their activations, which otherwise depends on the build;
+  * log-probs after temperature and top-p (`processed_logprobs`), for the sampled token only;
+  * no settings from generation_config.json.
 
-Weights are replaced through vLLM's own `reload_weights`, in checkpoint format, whole fused modules in layer order.
+vLLM's `reload_weights` replaces weights, given in checkpoint format, whole fused modules in layer order.
 
-What is held afterwards is proved by the functional read-back (readback/linear.py).
+A functional read-back (readback/linear.py) then checks the weights that the live layers use.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ if TYPE_CHECKING:  # it imports torch, which reads its settings when it is impor
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
-    """Reads the activations of the int4 layers of this config.json: "bf16" or "int8" (w4a8); all the same.
-
-    vLLM's CPU engine runs all int4 layers one way.
-    """
+    """Reads from a config.json how int4 layers take activations: "bf16", or "int8" for w4a8; BridgeError if mixed."""
     int4 = [g for g in formats.groups_of(config) if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
     taken = [g.get("input_activations") for g in int4]
     found = {"bf16" if a is None else "int8" for a in taken} or {"bf16"}
@@ -60,7 +57,7 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
 
 
 def _prepare_environment(w4a8: bool) -> None:
-    """Before vllm is imported: it reads these once."""
+    """Sets environment variables that vLLM reads at import. Call it before vllm is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights iterator holds live tensors: same process
     os.environ["VLLM_CPU_INT4_W4A8"] = "1" if w4a8 else "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -77,7 +74,7 @@ def _prepare_environment(w4a8: bool) -> None:
 
 
 def _torch_view(torch: Any, array: np.ndarray) -> Any:
-    """A torch tensor on the same memory; bf16 and fp8 go by their bits, which numpy cannot name natively."""
+    """Views a numpy array as a torch tensor without a copy; bfloat16 and float8 are reinterpreted by their bits."""
     name = messages.dtype_name(array.dtype)
     if name in ("bfloat16", "float8_e4m3fn"):
         bits = array.view(np.uint16 if name == "bfloat16" else np.uint8)
@@ -86,7 +83,7 @@ def _torch_view(torch: Any, array: np.ndarray) -> Any:
 
 
 def _started(arguments: Mapping[str, Any], path: str) -> Any:
-    """vLLM's engine, in this process."""
+    """Starts vLLM's engine in this process; BridgeError("setup") if it fails."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -97,7 +94,7 @@ def _started(arguments: Mapping[str, Any], path: str) -> Any:
 
 
 def _join(shard: Shard, *, on_gpu: bool, batch_invariant: bool) -> None:
-    """Before a shard starts: how it meets the others."""
+    """Prepares communication between the shards of a tensor-parallel engine. Call it before vLLM starts."""
     if not on_gpu:
         shard_memory.keep_apart(shard.owner)
     if batch_invariant:
@@ -107,7 +104,7 @@ def _join(shard: Shard, *, on_gpu: bool, batch_invariant: bool) -> None:
 
 
 class VllmEngine:
-    """Implements server.Engine: a whole engine, or one shard of it. Everything runs on the calling thread."""
+    """A vLLM engine, or one shard of it; implements `engine_api.Engine`. It computes on the calling thread."""
 
     def __init__(
         self,
@@ -120,7 +117,7 @@ class VllmEngine:
         shard: Shard = Shard(),
         base: Sequence[one_base.Place] = (),
     ):
-        """base: what of the weights lies in the trainer's memory; `expected` lacks it."""
+        """base: buffers in the trainer's memory with weights that `expected` does not list."""
         self.expected, self.has_weights, self._shard = expected, has_weights, shard
         activations = _int4_activations(config)
         _prepare_environment(activations == "int8")
@@ -186,7 +183,7 @@ class VllmEngine:
         self._receiver = staged_gpu.receiver() if on_gpu else None
 
     def _opened(self, places: Sequence[one_base.Place], *, on_gpu: bool) -> Base:
-        """Maps the base before the model is made, whose layers then have no weights of their own."""
+        """Maps the base in the trainer's memory, so that its layers allocate no weights. Call it before vLLM starts."""
         from qarl_bridge.engine import nvfp4_layers
         from qarl_bridge.engine.one_base import Base
 
@@ -195,7 +192,7 @@ class VllmEngine:
         return base
 
     def _look_inside(self, activations: str) -> None:
-        """Makes the reader and the loader of weights: whole modules, of which a shard has parts."""
+        """Makes the read-back, and, for an engine of one shard, the loader of whole modules."""
         from qarl_bridge.engine.fast_load import WholeModules
         from qarl_bridge.engine.readback.linear import ReadBack
 
@@ -210,7 +207,7 @@ class VllmEngine:
         self._whole_is_proved = False
 
     def _kernels(self) -> dict[str, str]:
-        """Linear layer -> class that computes it."""
+        """Maps the name of each linear layer to the name of the class that computes it."""
         found = {}
         for name, module in self._modules.items():
             if not hasattr(module, "quant_method"):
@@ -225,7 +222,7 @@ class VllmEngine:
     # Generating ------------------------------------------------------------------------------------------------------
 
     def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:
-        """Queue one completion with its own seed."""
+        """Queues a request for one completion, with the seed of `draw`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -244,17 +241,17 @@ class VllmEngine:
         self._engine.add_request(request_id, {"prompt_token_ids": list(draw.prompt)}, params)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
+        """Cancels requests."""
         self._engine.abort_request(request_ids)
         if self._routing is not None:
             self._routing.forget(request_ids)
 
     def running(self) -> int:
-        """Unfinished requests."""
+        """Counts the unfinished requests."""
         return self._engine.get_num_unfinished_requests()
 
     def step(self) -> list[Finished]:
-        """One engine step (continuous batching); the requests that ended in it."""
+        """Runs one engine step (continuous batching); returns the requests that ended in it."""
         finished = []
         for output in self._engine.step():
             if not output.finished:
@@ -276,7 +273,7 @@ class VllmEngine:
     # Loading ---------------------------------------------------------------------------------------------------------
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
-        """Replace weights through vLLM's reload interface, then forget every cached key and value."""
+        """Replaces weights in place through vLLM's reload interface, then clears prefix and KV caches."""
         parts = self._base_of(self._on_torch(parts))
         if partial:
             self._load_some(parts)
@@ -297,7 +294,7 @@ class VllmEngine:
         self._worker.forget()
 
     def _load_some(self, parts: Parts) -> None:
-        """Loads some modules over a version that was loaded before."""
+        """Loads a partial version: some modules over the version that is loaded."""
         loaded = False
         for part in parts:
             if part and self._whole is not None:
@@ -311,18 +308,18 @@ class VllmEngine:
         self._worker.forget()
 
     def _base_of(self, parts: Parts) -> Parts:
-        """The tensors that are no adapters'; adapters are loaded as they are passed by."""
+        """Loads the adapters among `parts` during iteration, and yields the other tensors."""
         held = self._adapters
         return parts if held is None else Sweeps(lambda: (held.load(part) for part in parts), lasts(parts))
 
     def _reload(self, parts: Parts) -> None:
-        """Loads by vLLM's own loader, which keeps tensors until a layer is complete."""
+        """Loads weights by vLLM's loader, which keeps tensors until a layer is complete."""
         keep = lasts(parts)
         pairs = ((name, x if keep else x.to("cpu", copy=True)) for part in parts for name, x in part.items())
         self._worker.reload(expert_stacks.apart(pairs))
 
     def _prove_whole(self, parts: Parts) -> None:
-        """The first load: may it, and the next ones, go module by module? See fast_load.py."""
+        """Loads the first version, and decides whether loads may go module by module (fast_load.py)."""
         assert self._whole is not None
         base = {name: one for name, one in self.expected.items() if not adapters.is_adapter(name)}
         reason = self._compare_whole(parts, self._whole.sample(base))
@@ -345,7 +342,7 @@ class VllmEngine:
             return fast_load.prove(self._whole, parts, sample)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """A version in a buffer of the trainer's on this engine's GPU; see staged_gpu.py."""
+        """Maps a version in the trainer's buffer on this engine's GPU; BridgeError("unshared") if it cannot."""
         if not self.facts.device:
             raise BridgeError("this engine runs on a CPU", "unshared")
         if memory.device != self.facts.device:
@@ -354,19 +351,19 @@ class VllmEngine:
         return staged_gpu.open_version(manifest, memory)
 
     def forget_trainer(self) -> None:
-        """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see staged_gpu.py."""
+        """Unmaps the trainer's buffers on this engine's GPU that no version uses."""
         if self.facts.device:
             staged_gpu.forget_trainer()
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """A version from another GPU, into memory of this engine's; see staged_gpu.py."""
+        """Receives a version over NCCL into this engine's GPU memory; BridgeError("unshared") on a CPU."""
         if self._receiver is None:
             raise BridgeError("this engine runs on a CPU", "unshared")
 
         return staged_gpu.receive_version(self._receiver, manifest, memory, check)
 
     def restore_initial(self) -> bool:
-        """Reload the folder the engine was started from."""
+        """Reloads the model folder's weights; returns False if the folder has none."""
         if not self.has_weights:
             return False
         self._whole_is_proved = False
@@ -388,19 +385,19 @@ class VllmEngine:
 
     @property
     def device(self) -> Any:
-        """The device that the engine computes on, as torch names it."""
+        """The torch.device on which the engine computes."""
         return self._torch.device(self._machine.profile)
 
     def tensor_on_device(self, array: Any) -> Any:
-        """A tensor of a version, numpy's or torch's, where the engine computes."""
+        """Moves a version's tensor (numpy or torch) to the engine's device, as a torch tensor."""
         return self._tensor(array).to(self.device)
 
     def outputs_of(self, module: str) -> list[int]:
-        """Outputs of each linear layer that a live module fuses, of this shard; empty: it is none."""
+        """Lists how many outputs this shard has of each linear layer that a module fuses; empty if not linear."""
         return list(getattr(self._modules.get(module), "output_partition_sizes", ()))
 
     def _tied_heads(self) -> dict[str, str]:
-        """Heads that share their weight with an embedding: name of the head -> name of the embedding."""
+        """Maps the name of each head that shares an embedding's weight to the embedding's name."""
         kinds = {name: type(module).__name__ for name, module in self._modules.items()}
         return {
             head: embedding
@@ -414,7 +411,7 @@ class VllmEngine:
     # Looking inside --------------------------------------------------------------------------------------------------
 
     def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
-        """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback/linear.py."""
+        """Compares live layers with staged tensors (readback/linear.py); returns (layers, one-hot rows) compared."""
         if not self._shard.is_whole:
             whole = parts
             parts = Sweeps(lambda: (self._shard.part_of(part) for part in whole), lasts(whole))
@@ -432,20 +429,20 @@ class VllmEngine:
         return layers + int(found[0]), rows + int(found[1])
 
     def _with_base(self, parts: Parts, partial: bool) -> Parts:
-        """Adds the tensors that lie in the trainer's memory to those of a whole version."""
+        """Appends the base's tensors in the trainer's memory to the tensors of a complete version."""
         base = self._one_base
         if base is None or partial:
             return parts
         return Sweeps(lambda: itertools.chain(parts, base.parts()), lasts(parts))
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are
-        tensors, in order; a tuple of results as its parts). Where routed experts are recorded, they come last, as
-        messages.ROUTING: int32 [T, layers, k].
+        """Prefills `prompt` and records each module's inputs (tensor arguments in order) and outputs.
+
+        If the engine records routed experts, a last record named messages.ROUTING holds them, int32 [T, layers, k].
 
         Raises:
-          BridgeError("limits"): no such module, or a compiled engine, whose modules are not called one by one (under
-            CUDA graphs, those of a prefill are).
+          BridgeError("limits"): the model has no such module, a prefill does not call it, or the engine is compiled
+            and calls no single modules.
         """
         if self.facts.execution == "compiled":
             raise BridgeError("modules of a compiled engine cannot be probed: leave arithmetic=vllm out", "limits")
@@ -486,14 +483,14 @@ class VllmEngine:
         return found
 
     def close(self) -> None:
-        """Free the engine."""
+        """Shuts the engine down and frees its receive buffers."""
         if self._receiver is not None:
             self._receiver.close()
         self._engine.engine_core.shutdown()
 
 
 def _copies(value: Any) -> list[messages.Array]:
-    """Every tensor in a tuple of arguments or results, by value."""
+    """Copies every tensor in a tuple of arguments or results to a message."""
     import torch
 
     out = []

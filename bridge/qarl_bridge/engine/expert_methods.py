@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The place where the bridge's own experts replace vLLM's: on a CPU cpu/experts.py, on CUDA cuda/experts.py."""
+"""Registers the bridge's MoE experts in vLLM in place of vLLM's: cpu/experts.py on a CPU, cuda/experts.py on CUDA."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Choose = Callable[[Any, Any, Any], type | None]
 
 
 def serve(unquantized: type, choose: Choose) -> None:
-    """Let these compute the experts of every MoE layer from now on (the first call decides).
+    """Makes vLLM compute the experts of every MoE layer with these classes; only the first call has an effect.
 
     Args:
-      unquantized: takes vLLM's FusedMoEConfig.
-      choose: of quantized ones, whose classes take (weights, inputs, FusedMoEConfig).
+      unquantized: class for bf16 experts, constructed with vLLM's FusedMoEConfig.
+      choose: returns the class for quantized experts, made with (weights, inputs, FusedMoEConfig); None keeps vLLM's.
     """
     if "UnquantizedFusedMoEMethod" not in op_registry_oot:
         CustomOp.register_oot(unquantized, name="UnquantizedFusedMoEMethod")

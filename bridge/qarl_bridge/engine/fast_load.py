@@ -1,22 +1,21 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading whole modules at once, where vLLM's loader would take their tensors one by one.
+"""Loads weights into a live vLLM model module by module, faster than vLLM's loader, which takes tensors one by one.
 
 vLLM's in-place reload buffers every call of every weight loader, runs each twice (once to count its elements) and looks
-names up in Python: about 3 ms per module, which for Qwen3-8B is most of a publish. Here a module gets its parameters in
-one piece, in checkpoint layout (q, k and v stacked as rows; all experts of a layer), and then goes vLLM's own way: its
-`process_weights_after_loading` packs them for its kernel, and the results are copied into the live storage.
+names up in Python: about 3 ms per module, which for Qwen3-8B is most of a publish. Here a module gets its parameters
+whole, in checkpoint layout (q, k and v stacked as rows; all experts of a layer). vLLM's
+`process_weights_after_loading` then packs them for its kernel, and the results are copied into the live storage.
 
-Nothing is assumed about a kernel's layout, and the shortcut is not trusted before it has proved itself on this very
-engine: two modules of every kind get the first version from vLLM's loader, then all modules get it from this one, and
-every live tensor of those two must come out the same to the last bit, and all of the model's in the same storage
-(`prove`). If not, or if a module has a parameter that cannot be put together from what is published, vLLM's loader does
-it all, and the engine's notes say why. The functional read-back of every layer follows every load either way.
+The loader assumes nothing about a kernel's layout, and tests itself on each engine (`prove`). vLLM's loader loads two
+modules of every kind, then this loader loads all modules. Every live tensor of the two must stay equal to the bit, and
+every tensor of the model must keep its storage. Otherwise, or if a parameter cannot be built from published tensors,
+vLLM's loader loads every version, and the engine's notes say why. Each load is followed by a functional read-back.
 
-Two of a kind and not all of them, because of MoE models: the tensors of a 30B-A3B are 55,000, and vLLM's
-loader keeps each until its layer is complete, which a layer of int4 experts never is (there are parameters nobody
-publishes), and from the second such layer on vLLM 0.25 adds up at every tensor what it keeps (if it is on a GPU; hence
-the detour over the host): in three minutes it was not through a fifth of them.
+The test takes two modules of a kind because all would be too slow for MoE models. A 30B-A3B has 55,000 tensors. vLLM's
+loader keeps each tensor until its layer is complete, which a layer of int4 experts never is: it has unpublished
+parameters. From the second such layer on, vLLM 0.25 sums up the kept GPU tensors at every new tensor. So tensors come
+from the host here. In three minutes vLLM's loader had not loaded a fifth of the tensors.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _UNUSED = "g_idx"  # in names of parameters for activation reordering, which vLL
 
 
 class Unsupported(Exception):  # noqa: N818 (a finding, not an error)
-    """Why these modules cannot be loaded whole."""
+    """The reason why a module cannot be loaded whole; vLLM's loader must load the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """One parameter: where its rows come from. `names`: published tensors, shard by shard; stacks: of experts."""
+    """The published tensors that make one parameter. `names`: in row order; is_stacked: stacks of experts."""
 
     parameter: str
     names: tuple[str, ...]
@@ -51,13 +50,13 @@ class _Source:
 
 
 def stems(prefix: str) -> list[str]:
-    """Under which names the linear layers that a live module fuses are published."""
+    """Lists the published names of the linear layers that a live module fuses: a.qkv_proj gives a.q_proj, ..."""
     parent, _, leaf = prefix.rpartition(".")
     return [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, (leaf,))]
 
 
 def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str, Any]) -> list[_Source]:
-    """Lists the sources of a module's parameters; empty: nothing of it is published.
+    """Lists the published sources of a module's parameters; empty if none of them is published.
 
     Raises:
       Unsupported: a part is published and a part is not.
@@ -83,26 +82,27 @@ def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str,
 
 
 def _assemble(source: _Source, like: Any, published: Mapping[str, Any], where: Any) -> Any:
-    """A tensor of `like`'s shape and dtype, in memory of its own: packing may write to it."""
+    """Concatenates the published tensors of a parameter into a new tensor of `like`'s shape and dtype."""
     names = source.names
     if source.parameter.endswith("weight_shape"):  # each shard's own: vLLM keeps the last
         names = names[-1:]
-    parts = [published[name] for name in names]
-    whole = torch.cat(parts, dim=1 if source.is_stacked else 0) if len(parts) > 1 else parts[0]
-    if source.is_stacked and whole.ndim == 3 and getattr(like, "is_transposed", False):
-        whole = whole.transpose(1, 2)  # as the int4 experts of some kernels are held before packing
-    shape = tuple(like.shape)
-    wanted = (shape, like.stride(), like.dtype, torch.device(where).type)
-    if len(parts) > 1 and (tuple(whole.shape), whole.stride(), whole.dtype, whole.device.type) == wanted:
-        return whole
+    parts, dim = [published[name] for name in names], int(source.is_stacked)
+    if source.is_stacked and parts[0].ndim == 3 and getattr(like, "is_transposed", False):
+        parts, dim = [part.transpose(1, 2) for part in parts], 2  # as some kernels' int4 experts are before packing
+    shape, found = tuple(like.shape), list(parts[0].shape)
+    if len(parts) > 1:
+        found[dim] = sum(part.shape[dim] for part in parts)
     out = torch.empty_strided(shape, like.stride(), dtype=like.dtype, device=where)
-    if tuple(whole.shape) == shape:
-        out.copy_(whole)
-    elif whole.ndim == len(shape) and whole.shape[1:] == shape[1:] and len(whole) < shape[0]:
-        out.zero_()  # a vocabulary is padded
-        out[: len(whole)].copy_(whole)
-    else:
-        raise Unsupported(f"{source.names[0]}: {tuple(whole.shape)} does not make {source.parameter} {shape}")
+    into = out
+    if tuple(found) != shape:
+        if len(found) != len(shape) or tuple(found[1:]) != shape[1:] or found[0] > shape[0]:
+            raise Unsupported(f"{source.names[0]}: {tuple(found)} does not make {source.parameter} {shape}")
+        into = out.zero_()[: found[0]]  # a vocabulary is padded
+    places = into.split([part.shape[dim] for part in parts], dim) if len(parts) > 1 else [into]
+    for place, part in zip(places, parts, strict=True):  # not joined first: what lies on the host is copied once
+        if place.shape != part.shape:
+            raise Unsupported(f"{source.names[0]} and {tuple(part.shape)} do not make {source.parameter} {shape}")
+        place.copy_(part)
     return out
 
 
@@ -112,13 +112,13 @@ def _owner(name: str) -> str:
 
 
 def _owners(prefix: str) -> list[str]:
-    """Likewise, what a live module is put together from."""
+    """Lists the names, as of `_owner`, of the published layers that a live module is made of."""
     experts = readback_experts.prefix_of(prefix)
     return [experts] if experts else stems(prefix)
 
 
 def _load_module(module: Any, prefix: str, published: Mapping[str, Any]) -> None:
-    """Between the beginning and the end of a reload of vLLM's."""
+    """Loads one module's parameters whole, between the beginning and the end of a layerwise reload of vLLM."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     info = layerwise.get_layerwise_info(module)
@@ -141,11 +141,11 @@ def _load_module(module: Any, prefix: str, published: Mapping[str, Any]) -> None
 
 
 class WholeModules:
-    """Loads a version into a live model module by module, faster than vLLM's own loader (see the file's docstring).
+    """Loads a version into a live model module by module, faster than vLLM's loader (see the file's docstring).
 
     Args:
       model: vLLM's live model.
-      model_config: vLLM's config of it.
+      model_config: vLLM's config of the model.
     """
 
     def __init__(self, model: Any, model_config: Any):
@@ -154,14 +154,14 @@ class WholeModules:
         self._names = {module: name for name, module in model.named_modules()}
 
     def load(self, parts: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all weights in place.
+        """Replaces the weights of all modules in `parts` in place.
 
         Args:
-          parts: torch tensors by Hugging Face name, on the host or on the model's device, whole modules together; not
-            kept, not changed.
+          parts: torch tensors by Hugging Face name, on the host or on the model's device; a part has whole modules.
+            The tensors are copied.
 
         Raises:
-          Unsupported: some module cannot be loaded whole. The model then needs a load by vLLM's own loader.
+          Unsupported: a module cannot be loaded whole; vLLM's loader must load the model again.
         """
         from vllm.model_executor.model_loader.reload import layerwise
 
@@ -175,9 +175,9 @@ class WholeModules:
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
 
     def sample(self, published: Mapping[str, messages.Expected]) -> dict[str, list[str]]:
-        """The first and the last module of every kind: live name -> names of the tensors published for it.
+        """Picks the first and the last module of every kind; maps live names to names of published tensors.
 
-        Of one kind are modules of one class, with the same classes computing, and tensors of the same shapes.
+        Modules of one kind have equal classes, equal kernel classes, and tensors of equal shapes and dtypes.
         """
         owned: dict[str, list[str]] = {}
         for name in published:
@@ -196,7 +196,7 @@ class WholeModules:
         return dict(found for same in kinds.values() for found in (same[0], same[-1]))
 
     def state(self, modules: Collection[str]) -> dict[str, tuple[int, bytes]]:
-        """Every live tensor that is used: its place in memory, and of `modules` a fingerprint of its values."""
+        """Maps every live tensor's name to its address, and, if it belongs to `modules`, its fingerprint (else b"")."""
         out = {}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             if _UNUSED in name:
@@ -214,9 +214,9 @@ def _fingerprint(tensor: Any) -> bytes:
 
 
 def prove(loader: WholeModules, parts: Iterable[Mapping[str, Any]], modules: Collection[str]) -> str:
-    """Load a version whole, of which vLLM's own loader has loaded `modules`; "" if they did not change, else what did.
+    """Loads a version whole after vLLM's loader has loaded `modules`, and compares those before and after.
 
-    After a failure the model must be loaded again by vLLM's own loader.
+    Returns "" if their bits and addresses did not change, else the reason; vLLM's loader must then load the model.
     """
     before = loader.state(modules)
     try:

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The machine under an engine, a CPU or a CUDA GPU: what is set up for it, and what of vLLM is replaced there.
+"""Sets up vLLM on a CPU or a CUDA GPU, and replaces vLLM's operations by the bridge's batch-invariant ones.
 
-Importing this module imports neither torch nor vLLM, which read their settings when they are imported.
+Importing this module imports neither torch nor vLLM, which read their settings at import.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from qarl_bridge.protocol.messages import BridgeError
 
 
 class Machine(Protocol):
-    """The interface of a machine to its engine.
+    """The interface of the device that an engine computes on.
 
     Attributes:
-      profile: "cpu" or "cuda", the arithmetic that a learner mirrors, and torch's name of the device.
-      isa: the build or the compute capability, for the facts.
-      threads: of the host that the engine computes with; 0: it computes on a GPU.
+      profile: "cpu" or "cuda": the arithmetic that a learner must compute, and torch's name of the device.
+      isa: vLLM's CPU build or the GPU's compute capability, for the facts.
+      threads: CPU threads of the engine; 0 on a GPU.
     """
 
     profile: str
@@ -31,18 +31,18 @@ class Machine(Protocol):
     threads: int
 
     def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
-        """Before an engine is built: puts the bridge's operations in the place of vLLM's. What departs from
-        batch-invariance. BridgeError("setup"): this machine cannot serve the model."""
+        """Replaces vLLM's operations by the bridge's; lists what is not batch-invariant. Call it before vLLM starts.
+        Raises BridgeError("setup") if this device cannot serve the model."""
 
     def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
-        """Lists departures from batch-invariance in a live model, by its modules."""
+        """Lists the layers of a live model that vLLM's kernels compute and that are not batch-invariant."""
 
     def after_load(self, modules: Mapping[str, Any]) -> None:
-        """After weights were replaced: renews what is made of them behind vLLM's back."""
+        """Rebuilds the bridge's copies of weights after a load."""
 
 
 class Cpu:
-    """A CPU, whose engine computes with the bridge's operations alone."""
+    """The CPU: the bridge's operations compute everything; implements `Machine`."""
 
     profile = "cpu"
     note = (
@@ -57,7 +57,7 @@ class Cpu:
         self.isa = build.own(torch)
 
     def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
-        """See `Machine`."""
+        """Registers the bridge's linear layers, norms, attention and experts; BridgeError("setup") for some models."""
         from qarl_bridge.engine.cpu import experts, layers, linear
         from qarl_bridge.engine.readback import experts as readback_experts
 
@@ -73,7 +73,7 @@ class Cpu:
         return []
 
     def after_load(self, modules: Mapping[str, Any]) -> None:
-        """vLLM's CPU products are made from the weights as they are now: of a tied head, too, which no reload names."""
+        """Makes every unquantized linear layer convert its new weight, tied heads included, which no reload names."""
         from qarl_bridge.engine.cpu.linear import Float64Linear
 
         for module in modules.values():
@@ -82,7 +82,7 @@ class Cpu:
 
 
 class Cuda:
-    """A CUDA GPU."""
+    """A CUDA GPU; implements `Machine`."""
 
     profile = "cuda"
     threads = 0
@@ -90,11 +90,12 @@ class Cuda:
 
     def __init__(self, torch: Any, options: messages.EngineOptions):
         del options
+        torch.set_num_threads(1)  # the host copies little, and one thread per core of a shared host waits for cores
         major, minor = torch.cuda.get_device_capability()
         self.isa = f"sm{major}{minor}"
 
     def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
-        """See `Machine`."""
+        """Installs the bridge's CUDA kernels, unless arithmetic=vllm; BridgeError("setup") for unsupported schemes."""
         from qarl_bridge.engine.readback import experts as readback_experts
 
         groups = formats.groups_of(config)
@@ -119,10 +120,10 @@ class Cuda:
         return [departure for departure in departures if departure]
 
     def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
-        """See `cuda.install.left_to_vllm`."""
+        """Lists the live layers that vLLM's kernels compute, by `cuda.install.left_to_vllm`."""
         from qarl_bridge.engine.cuda import install
 
         return install.left_to_vllm(modules) if self._invariant else []
 
     def after_load(self, modules: Mapping[str, Any]) -> None:
-        """Does nothing: on a GPU no copies of the weights have to be renewed."""
+        """Does nothing: on a GPU the bridge keeps no copies of weights."""

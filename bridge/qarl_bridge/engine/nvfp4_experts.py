@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of nvfp4 experts with bfloat16 activations, as they are loaded; cpu/ and cuda/ experts.py compute."""
+"""Parameters of nvfp4 experts with bfloat16 activations; cpu/experts.py and cuda/experts.py compute with them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from qarl_bridge.engine.nvfp4_layers import factors
 
 
 class NvFp4Experts(CompressedTensorsW4A4Nvfp4MoEMethod):
-    """vLLM's parameters, but for scales of activations, which no version has."""
+    """vLLM's nvfp4 MoE method without scales of activations, which published versions do not have."""
 
     names = "weight_packed", "weight_scale", "weight_global_scale"
     group_size = 16
 
     def create_weights(self, layer: Any, *args: Any, **named: Any) -> None:
-        """vLLM's, with g of `down` as [E, 1], as it is published."""
+        """Creates vLLM's parameters, with the global scale g of `down` as [E, 1], its published shape."""
         super().create_weights(layer, *args, **named)
         for which in ("w13", "w2"):
             delattr(layer, f"{which}_input_global_scale")
@@ -31,12 +31,12 @@ class NvFp4Experts(CompressedTensorsW4A4Nvfp4MoEMethod):
         layer.w2_weight_global_scale = column
 
     def loaded(self, layer: Any, which: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """uint8 [E, N, K/2], e4m3 [E, N, K/16] and f32(1 / g) [E, N] of matrix "w13" or "w2"."""
+        """Returns the loaded codes uint8 [E, N, K/2], e4m3 scales [E, N, K/16], f32(1 / g) [E, N] of "w13" or "w2"."""
         packed, scale, divisors = (getattr(layer, f"{which}_{name}").data for name in self.names)
         parts = divisors.shape[1]
         return packed, scale, factors(divisors, [packed.shape[1] // parts] * parts)
 
     def keep(self, layer: Any, which: str, *values: torch.Tensor) -> None:
-        """Put what is multiplied in the place of what was loaded."""
+        """Replaces the loaded parameters of matrix "w13" or "w2" by the values that the kernel multiplies."""
         for name, value in zip(self.names, values, strict=True):
             setattr(layer, f"{which}_{name}", torch.nn.Parameter(value, requires_grad=False))

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The place where the bridge's own nvfp4 layers replace vLLM's: on a CPU cpu/linear.py, on CUDA cuda/nvfp4.py.
+"""Base class of the bridge's nvfp4 linear layers, and their registration in vLLM (cpu/linear.py, cuda/nvfp4.py).
 
-vLLM multiplies the sums of all that a layer fuses by one number, the least 1 / g of its parts. Here each part keeps its
-own, as in the learner. So a released folder whose q, k and v have different ones is served as it was written.
+vLLM multiplies a fused layer's sums by one factor, the least 1 / g of its parts. Here each part (q, k, v) keeps its
+factor, as in the learner, so a checkpoint with different global scales g is served exactly.
 
-A layer named in `GIVEN` has no weights of its own: it reads them in its trainer's memory (`protocol/one_base.py`).
+A layer that `GIVEN` names allocates no weights: it reads them in the trainer's memory (`protocol/one_base.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import c
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The weights of a layer in the trainer's memory: words int32 [K/128, N, 16], scales uint8 [K/16, N], divisors
-    float32 [parts], bias bfloat16 [N] or None, and the parts' outputs."""
+    """The weights of one layer in the trainer's memory (`protocol/one_base.py`). words: int32 [K/128, N, 16]. scales:
+    uint8 [K/16, N]. divisors: float32 [parts]. bias: bfloat16 [N] or None. widths: each part's number of outputs."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -33,21 +33,21 @@ class Given:
 
 
 GIVEN: dict[str, Given] = {}
-"""By the layer's live name, filled before the model is made."""
+"""Weights in the trainer's memory by the layer's live name; filled before vLLM makes the model."""
 
 
 class NvFp4Layer(NvFp4LinearKernel):
-    """A kernel of nvfp4 with bfloat16 activations that is given a layer as it was loaded."""
+    """An abstract vLLM kernel for nvfp4 weights with bfloat16 activations."""
 
     is_batch_invariant: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Accepts every layer: the configuration has no shape."""
+        """Accepts every layer, because vLLM's configuration has no shape; shapes are checked at load."""
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Take weight_packed, weight_scale and weight_global_scale [parts], at load and at every reload."""
+        """Converts weight_packed, weight_scale and weight_global_scale [parts] to the kernel's layout, at each load."""
         given = GIVEN.get(getattr(layer, "prefix", ""))
         if given is None:
             factor = factors(layer.weight_global_scale.data, layer.logical_widths)
@@ -61,7 +61,7 @@ class NvFp4Layer(NvFp4LinearKernel):
             setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
 
     def refresh(self, layer: torch.nn.Module, given: Given) -> None:
-        """Make anew what the layer holds beside the trainer's memory."""
+        """Recomputes factors, biases and converted copies from the trainer's memory, after a new version."""
         values = *self.shared(given), factors(given.divisors, given.widths)
         for name, value in zip(("weight", "weight_scale", "weight_global_scale"), values, strict=True):
             live = getattr(layer, name).data
@@ -71,23 +71,23 @@ class NvFp4Layer(NvFp4LinearKernel):
             layer.bias.data.copy_(given.bias)
 
     def shared(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight and scales as this kernel multiplies them; the trainer's memory itself where that is so."""
+        """Returns weight and scales in this kernel's layout: views of the trainer's memory, or a converted copy."""
         return self.held(*packed(given.words, given.scales))
 
     @abc.abstractmethod
     def held(self, packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 [N, K/2] and e4m3 [N, K/16] -> weight and scales as this kernel multiplies them."""
+        """Converts codes uint8 [N, K/2] and scales e4m3 [N, K/16] to weight and scales in this kernel's layout."""
 
 
 def factors(divisors: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """g of each part, or of each part of every expert, and the parts' outputs -> f32(1 / g) of each output [..., N]."""
+    """Expands global scales g [..., parts] to float32 factors 1 / g of each output [..., N]. widths: parts' outputs."""
     reciprocal = torch.ones_like(divisors) / divisors
     parts = zip(reciprocal.unbind(-1), widths, strict=True)
     return torch.cat([part[..., None].expand(*part.shape, width) for part, width in parts], dim=-1)
 
 
 def packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [K/128, N, 16] and e4m3 [K/16, N] as uint8 -> as published, uint8 [N, K/2] and e4m3 [N, K/16]."""
+    """Converts words int32 [K/128, N, 16] and scales uint8 [K/16, N] to published uint8 [N, K/2] and e4m3 [N, K/16]."""
     blocks, n, _ = words.shape
     split = words.view(blocks, n, 4, 2, 2)  # t f h
     pairs = [((split >> 4 * i) & 15) | (((split >> 4 * i + 16) & 15) << 4) for i in range(4)]
@@ -96,7 +96,7 @@ def packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def serve(kernel: type[NvFp4Layer]) -> None:
-    """Let it compute every nvfp4 layer with bfloat16 activations from now on (the first call decides)."""
+    """Makes vLLM compute nvfp4 layers with bfloat16 activations by `kernel`; only the first call has an effect."""
     original, scheme = schemes.init_nvfp4_linear_kernel, schemes.CompressedTensorsW4A4Fp4
     if getattr(original, "is_own", False):
         return

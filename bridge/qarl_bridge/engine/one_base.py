@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a base that lies in its trainer's memory (`protocol/one_base.py`)."""
+"""Maps a frozen base in the trainer's memory into the engine's layers (`protocol/one_base.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qarl_bridge.transport import cuda_ipc, shm
 
 
 def read(folder: str) -> list[one_base.Place]:
-    """The places in a model folder; none in one that has no such file.
+    """Reads the list of shared buffers from a model folder's base.json; empty if the folder has none.
 
     Raises:
       BridgeError("setup"): the file cannot be read.
@@ -37,7 +37,7 @@ def read(folder: str) -> list[one_base.Place]:
 
 
 def _mapped(memory: messages.HostMemory | messages.DeviceMemory, size: int, *, on_gpu: bool) -> Any:
-    """uint8 [size], in place."""
+    """Maps a shared buffer as a uint8 torch tensor [size], without a copy."""
     is_host = isinstance(memory, messages.HostMemory)
     if is_host == on_gpu:
         here, there = ("a GPU", "host memory") if on_gpu else ("a CPU", "a GPU")
@@ -66,16 +66,16 @@ def _given(place: one_base.Place, *, on_gpu: bool) -> Iterator[tuple[str, Given]
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The layers that read the trainer's memory, by live name."""
+    """The layers whose weights lie in the trainer's memory, by live name."""
 
     layers: Mapping[str, Given]
 
     @staticmethod
     def open(places: Sequence[one_base.Place], *, on_gpu: bool) -> Base:
-        """Maps all places.
+        """Maps all shared buffers.
 
         Raises:
-          BridgeError("setup"): the memory cannot be reached; the sentence says what to do.
+          BridgeError("setup"): a buffer cannot be mapped.
         """
         try:
             return Base({name: one for place in places for name, one in _given(place, on_gpu=on_gpu)})
@@ -87,10 +87,10 @@ class Base:
             ) from None
 
     def check(self, modules: Mapping[str, Any]) -> None:
-        """Refuses a model in which another layer than the bridge's has one of these names.
+        """Checks that an `NvFp4Layer` of the bridge computes every layer of the base.
 
         Raises:
-          BridgeError("setup"): the name, and what to do.
+          BridgeError("setup"): another class of vLLM computes a layer.
         """
         for name in self.layers:
             module = modules.get(name)
@@ -102,13 +102,13 @@ class Base:
                 )
 
     def load(self, modules: Mapping[str, Any]) -> None:
-        """Renews the factors and biases that layers derive from the shared weights, after a version was written."""
+        """Recomputes factors and biases that layers derive from shared weights, after the trainer wrote a version."""
         with torch.no_grad():
             for name, given in self.layers.items():
                 _kernel(modules[name]).refresh(modules[name], given)
 
     def parts(self) -> Iterator[Mapping[str, Any]]:
-        """The tensors of each module as they are published, for the read-back."""
+        """Yields each module's tensors in published names and layout, for the read-back."""
         for name, given in self.layers.items():
             codes, scales = packed(given.words, given.scales)
             tensors = {"weight_packed": codes, "weight_scale": scales}

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model under transformers: a sequence-classification folder with one label scores conversations.
+"""Scores conversations by a reward model of transformers: a sequence classification with one label.
 
-It runs in a grading process of the trainer's, under the bridge's interpreter, because the learner never imports torch.
+A grading process of the trainer runs it in the bridge's Python environment, because the learner never imports torch.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Messages = Sequence[dict[str, str]]
 
 
 class NoRewardModelError(Exception):
-    """The folder is no sequence classification with one label and a chat template."""
+    """The error for a folder that is no sequence classification with one label and a chat template."""
 
 
 def load(path: str, dtype: str, max_len: int) -> Callable[[dict[str, list[Messages]]], list[float]]:
-    """Loads a folder onto the first GPU that the process sees, or the CPU.
+    """Loads a reward model onto the first GPU that the process sees, or the CPU.
 
     Args:
-      path: the folder.
-      dtype: of weights and products.
-      max_len: most tokens of a conversation; a longer one loses its beginning.
+      path: the model folder.
+      dtype: torch's name of the compute dtype, e.g. "bfloat16".
+      max_len: limit of a conversation's tokens; a longer one loses its beginning.
 
     Returns:
-      A function of {"conversations": [messages, ...]} that gives a score for each.
+      A function that maps {"conversations": [messages, ...]} to a list with a score for each conversation.
 
     Raises:
-      NoRewardModelError: the folder is none.
+      NoRewardModelError: the folder holds no reward model.
     """
     transformers.utils.logging.set_verbosity_error()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -60,7 +60,7 @@ def load(path: str, dtype: str, max_len: int) -> Callable[[dict[str, list[Messag
 
 @torch.inference_mode()
 def scores(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
-    """The logit of each row of token ids, whatever stands beside it."""
+    """Computes the reward model's logit of each row of token ids; padding in a batch does not change it."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=model.device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=model.device)

@@ -1,18 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A recorder of each token's experts in a live vLLM, so that a learner can replay the choice.
+"""Records the experts that each token uses in a live vLLM engine, so that the learner can replay them.
 
-A router whose logits are nearly (in bf16 often exactly) tied picks another expert in the sampler than in the learner,
-and a flipped choice is the largest mismatch a MoE model has. vLLM 0.32 records choices itself only under its
-newer model runner, which has no CPU build; its routers, however, tell every choice to a function set with
-`set_capture_fn`, in 0.25 as in 0.32. What they tell are rows of a batch; this class knows whose rows these are, from
-the scheduler's output of the same step and the order of the runner's batch (vLLM has two runners).
+If two router logits are nearly equal (in bf16 often exactly), sampler and learner may choose different experts. This is
+the largest mismatch of an MoE model. vLLM 0.32 records experts only under its newer model runner, which has no CPU
+build. But its routers, in 0.25 as in 0.32, pass every choice to a callback set by `set_capture_fn`. The callback gets
+rows of a batch; the recorder assigns them to requests by the scheduler's output and the order of the runner's batch.
 
-A function that Python calls does not run when a captured CUDA graph is replayed, but what it did to tensors does: the
-routers write their choices into a buffer that lives as long as the engine, inside the forward pass, and each step's
-rows are copied from there. The recorder must therefore be in place before graphs are captured (worker.py).
+A replayed CUDA graph does not call Python, but repeats the callback's tensor operations. So routers write their choices
+into a persistent buffer inside the forward pass, and each step's rows are copied from it. The recorder must be in place
+before graphs are captured (worker.py).
 
-Needs an engine in this process, not compiled, without prefix caching (a cached prefix is not routed again).
+It needs an engine in this process, not compiled, without prefix caching (a cached prefix is not routed again).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ NOT_ROUTED = -1
 
 
 class _Step(NamedTuple):
-    """A step of the engine whose routing has not been dealt out.
+    """The recorded experts of one engine step, not yet assigned to requests.
 
     Attributes:
-      rows: int16 [tokens, layers, k], perhaps still on their way to the host.
-      copied: the event that says they are there; None: they are.
-      pieces: whose they are, in their order: (request, its first position, how many).
-      ended: requests that had ended before.
+      rows: int16 [tokens, layers, k], perhaps still being copied to the host.
+      copied: CUDA event of the copy's end; None: the rows are on the host.
+      pieces: (request, its first position, number of rows), in the order of rows.
+      ended: requests that had ended before the step.
     """
 
     rows: torch.Tensor
@@ -49,14 +48,17 @@ class _Step(NamedTuple):
 
 
 class Recorder:
-    """Owns the choices of every running request.
+    """Records the routed experts of every running request, by callbacks in the routers of a live model.
 
     Args:
       modules: the model's modules by name.
       runner: vLLM's model runner.
-      num_layers: decoder layers of the model; a dense one's rows hold -1.
-      num_chosen: experts a token is sent to.
-      max_rows: most tokens of a step.
+      num_layers: number of decoder layers; rows of a dense layer hold -1.
+      num_chosen: number k of experts per token.
+      max_rows: limit of tokens in one step.
+
+    Raises:
+      BridgeError("setup"): the model has no router, or this vLLM cannot record it.
     """
 
     def __init__(self, modules: Mapping[str, Any], runner: Any, *, num_layers: int, num_chosen: int, max_rows: int):
@@ -113,7 +115,7 @@ class Recorder:
         return result
 
     def _event(self) -> Any:
-        """Comes when everything launched so far is done; None: it is."""
+        """Records a CUDA event after all work launched so far; returns None on a CPU."""
         if not self._chosen.is_cuda:
             return None
         event = torch.cuda.Event()
@@ -121,8 +123,8 @@ class Recorder:
         return event
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Deals out the rows that have come, or with `wait` all. vLLM schedules the next step while a GPU runs this
-        one: to wait here in every step would end that."""
+        """Assigns copied rows to their requests; with `wait` it waits for all copies. A wait in every step would keep
+        vLLM from scheduling the next step while the GPU runs."""
         while self._under_way:
             step = self._under_way[0]
             if step.copied is not None and not step.copied.query():
@@ -145,7 +147,7 @@ class Recorder:
                 at += count
 
     def take(self, request: str, length: int) -> np.ndarray:
-        """Removes and returns the k experts of each layer and position of one request, int16 [length, layers, k].
+        """Removes and returns the experts of one request's first `length` positions, int16 [length, layers, k].
 
         vLLM computes a preempted request again from its start; only the last computation is returned.
         """
@@ -167,7 +169,7 @@ class Recorder:
         return out
 
     def forget(self, requests: list[str]) -> None:
-        """Drop aborted requests."""
+        """Drops the records of aborted requests."""
         self._settle(wait=True)
         for name in [n for n in self._kept if n in requests or n.rpartition("-")[0] in requests]:
             del self._kept[name]

@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One shard of a tensor-parallel engine: which part of every weight it holds, and what of this the learner mirrors.
+"""Describes one shard of a tensor-parallel engine: the part of every weight that it holds, and its vLLM settings.
 
-A shard holds rows of q, k, v, gate, up, embedding and head; columns of o and down, whose inputs it scales and whose
-sums it rounds by itself. Then all shards add their sums in the order of their ranks (`all_reduce.py`, and the learner's
-`Numerics.shards`). So it is with every expert, but that a shard rounds its weighted sum over a token's experts. Routers
-are whole in each shard, so that all choose alike, and the first shard's record is the engine's.
+A shard holds rows of q, k, v, gate, up, embedding and head, and columns of o and down, of every expert too. It
+quantizes its inputs of o and down and rounds its sums by itself; of experts it rounds the weighted sum. Then all
+shards add their sums in the order of ranks (`all_reduce.py`, and the learner's `Numerics.shards`).
+Every shard has the whole routers, so all choose the same experts, and the engine returns the first shard's record.
 
-What is left out: expert parallelism, heads that cannot be shared out evenly.
+Not supported: expert parallelism, numbers of heads that the shards do not divide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VOCABULARY_UNIT = 64  # vLLM fills a vocabulary up to a multiple of it before i
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Shard `rank` of an engine of `size`, whose first shard is the process `owner`; the default is a whole engine."""
+    """Shard `rank` of `size` shards; `owner` is the first shard's process id. The default is a whole engine."""
 
     rank: int = 0
     size: int = 1
@@ -39,14 +39,14 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether there is no other shard."""
+        """Tells whether the engine has one shard only."""
         return self.size == 1
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Refuses what is not mirrored.
+        """Checks that the learner can compute the arithmetic of a sharded engine for this model.
 
         Raises:
-          BridgeError("setup")
+          BridgeError("setup"): shards do not divide the heads.
         """
         if self.is_whole:
             return
@@ -59,10 +59,10 @@ class Shard:
             )
 
     def take_gpu(self, torch: Any) -> None:
-        """Makes the shard's GPU the process's, before anything is put on another.
+        """Sets torch's current GPU to GPU number `rank`.
 
         Raises:
-          BridgeError("setup"): there are fewer GPUs than shards.
+          BridgeError("setup"): the process sees fewer GPUs than shards.
         """
         if self.is_whole:
             return
@@ -76,14 +76,14 @@ class Shard:
         torch.cuda.set_device(self.rank)
 
     def arguments(self, *, batch_invariant: bool = True) -> dict[str, Any]:
-        """Returns the shard's EngineArgs; empty for a whole engine."""
+        """Returns the additional keyword arguments of vLLM's EngineArgs; empty for a whole engine."""
         if self.is_whole:
             return {}
         arguments = {"tensor_parallel_size": self.size, "distributed_executor_backend": "external_launcher"}
         return arguments | ({"disable_custom_all_reduce": True} if batch_invariant else {})
 
     def environment(self, port: int) -> dict[str, str]:
-        """Returns the variables that tell vLLM, through torch, a process's shard and the port where all shards meet."""
+        """Returns torch.distributed's environment variables for this shard. port: the rendezvous port of all shards."""
         ranks = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
         here = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         # Multicast memory, which vLLM would set up for an all-reduce that is not used.
@@ -91,7 +91,7 @@ class Shard:
         return {name: str(value) for name, value in ranks.items()} | here
 
     def part_of(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Cuts this shard's part out of the tensors of a version: numpy's or torch's."""
+        """Cuts this shard's part out of a version's tensors (numpy or torch), by name."""
         if self.is_whole:
             return tensors
         rank, size = self.rank, self.size
@@ -117,10 +117,11 @@ class Shard:
 
 
 def whole_record(parts: Sequence[messages.Recorded], sizes: Sequence[int]) -> messages.Recorded:
-    """Puts together what all shards recorded of a module, by rank.
+    """Joins the shards' records of one module's inputs and outputs into the record of the whole module.
 
     Args:
-      sizes: outputs of each linear layer that the module fuses, of one shard.
+      parts: a record from each shard, by rank.
+      sizes: number of outputs that one shard has of each linear layer that the module fuses.
     """
     first, leaf = parts[0], parts[0].module.rpartition(".")[2]
 

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The files of /dev/shm in which the shards of a CPU engine meet, under names of one engine, and removed once joined.
+"""Gives the shared-memory files of a tensor-parallel CPU engine (in /dev/shm) unique names, and unlinks them early.
 
 vLLM names them `-tp:0-[0-1]-cpushm-...` for every engine that is launched from outside. So the files of a killed engine
-made the next start fail ("create shm in SHMManager failed"), and two engines of a host would have shared theirs. Here a
-name begins with the process id of the first shard. A file without a name lives as long as the processes that map it.
+make the next start fail ("create shm in SHMManager failed"), and two engines of a host share files. Here a name begins
+with the process id of the first shard, and a file is unlinked once all shards have mapped it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OURS = re.compile(r"qarl-shards-(\d+)-")
 
 
 def keep_apart(owner: int, module: str = "vllm.distributed.device_communicators.cpu_communicator") -> None:
-    """Before an engine starts: its shards meet in files that are named after `owner`, the first shard's process."""
+    """Patches vLLM, before it starts, to name shared-memory files after `owner`, the first shard's process id."""
     kind = importlib.import_module(module)._CPUSHMDistributed
     if getattr(kind, "owner", None) is None:
         kind.make_group_name = staticmethod(_named(kind, kind.make_group_name))
@@ -53,7 +53,7 @@ def _escaped(name: str) -> str:
 
 
 def remove_stale(folder: pathlib.Path = FOLDER) -> list[str]:
-    """Removes the files of engines that were killed while they started; returns their names."""
+    """Removes shared-memory files whose first shard's process has ended; returns their names."""
     removed = []
     for path in folder.iterdir() if folder.is_dir() else ():
         found = _OURS.search(path.name)

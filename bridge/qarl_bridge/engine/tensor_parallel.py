@@ -1,18 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor-parallel vLLM: one shard in this process, each other shard in a child; on GPUs each has one of its own.
+"""Runs a tensor-parallel vLLM engine: the first shard in this process, each other shard in a child process.
 
-vLLM's own way to be launched from outside (`external_launcher`): every shard is a whole engine that is asked the same
-things in the same order, so that all schedule alike; they meet in the sums of o and down, and in the logits. So this
-process keeps its engine in its hands, as with one shard: it loads in place, and reads back what it holds itself.
+It uses vLLM's `external_launcher`: every shard is a whole engine, and all get equal calls in equal order, so all
+schedule alike. They communicate in the sums of o and down and in the logits. So this process holds its shard's model,
+as with one shard: it loads in place, and reads back its weights.
 
-    trainer -- version --> first shard -- its tensors, layer by layer, over gloo or NCCL --> each other shard
+    trainer -- version --> first shard -- tensors, layer by layer, over gloo or NCCL --> each other shard
 
-Every shard is given whole tensors, of which vLLM's loader cuts its part; a shard holds those of one layer at a time.
-
-When one process of an engine ends, the others end, too: they would wait for it for ever.
-
-What is left out: `shard.py` says it.
+Every shard receives whole tensors, one layer at a time, and vLLM's loader cuts out its part. When one process of an
+engine ends, all end: the others would wait for it for ever. `shard.py` says what is not supported.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _LAST_WORDS_S = 3.0  # for a shard that failed to say why, before all end
 
 
 class ShardedEngine:
-    """A `server.engine_api.Engine` over several processes. Arguments as `engine.VllmEngine`'s."""
+    """A tensor-parallel engine over several processes; implements `engine_api.Engine`. Arguments as of `VllmEngine`."""
 
     def __init__(
         self,
@@ -94,50 +91,50 @@ class ShardedEngine:
         self.expected, self.has_weights = self._own.expected, has_weights
 
     def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:
-        """Queue one completion."""
+        """Queues a request for one completion on every shard."""
         self._tell("submit", request_id, draw, sampling)
         self._own.submit(request_id, draw, sampling)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
+        """Cancels requests on every shard."""
         self._tell("abort", request_ids)
         self._own.abort(request_ids)
 
     def running(self) -> int:
-        """Unfinished requests."""
+        """Counts the unfinished requests."""
         return self._own.running()
 
     def step(self) -> list[Finished]:
-        """One step of all; they draw the same."""
+        """Runs one step on every shard; all sample equal tokens. Returns the requests that ended."""
         self._tell("step")
         return self._own.step()
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
-        """Replace weights in place, in every shard."""
+        """Replaces weights in place on every shard."""
         self._with_parts("load", parts, partial=partial)
 
     def restore_initial(self) -> bool:
-        """Reload the folder that all were started from."""
+        """Reloads the model folder's weights on every shard; returns False if the folder has none."""
         return self._all("restore_initial", self._own.restore_initial)[0]
 
     def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
-        """Each shard compares its own part."""
+        """Compares each shard's live weights with its part of `parts`; returns the first shard's counts."""
         return self._with_parts("read_back", parts, mode, seed, partial=partial)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """A version in a buffer of the trainer's on the first shard's GPU."""
+        """Maps a version in the trainer's buffer on the first shard's GPU; BridgeError("unshared") if it cannot."""
         return self._own.open_device(manifest, memory)
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """A version from another GPU, into the first shard's."""
+        """Receives a version over NCCL into the first shard's GPU memory."""
         return self._own.receive(manifest, memory, check)
 
     def forget_trainer(self) -> None:
-        """Unmap the trainer's buffers."""
+        """Unmaps the trainer's buffers that no version uses."""
         self._own.forget_trainer()
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """Joins the inputs and outputs of whole modules from those that each shard recorded."""
+        """Prefills `prompt` on every shard and joins the shards' records to inputs and outputs of whole modules."""
         every = self._all("probe", functools.partial(self._own.probe, prompt, modules), prompt, modules)
         return [
             whole_record(of_a_module, self._own.outputs_of(of_a_module[0].module))
@@ -145,7 +142,7 @@ class ShardedEngine:
         ]
 
     def close(self) -> None:
-        """Free every shard."""
+        """Stops every shard and its process."""
         with contextlib.suppress(BridgeError):
             self._closing = True
             self._tell("close")
@@ -162,7 +159,7 @@ class ShardedEngine:
     # ---- the other shards --------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Ends this process when another shard's has ended by itself, with its last words."""
+        """Ends this process, with an error message, when another shard's process has ended unexpectedly."""
         connection.wait([child.sentinel for child in self._children])
         time.sleep(_LAST_WORDS_S)
         if self._closing:
@@ -181,7 +178,7 @@ class ShardedEngine:
             raise BridgeError(f"another shard of the engine is gone: {error}", "engine") from None
 
     def _answers(self) -> list[Any]:
-        """Collects the other shards' answers to the last request. Raises the first of their errors."""
+        """Collects the other shards' answers to the last call; raises the first error among them."""
         failed: BridgeError | None = None
         answers = []
         for pipe in self._pipes:
@@ -199,7 +196,7 @@ class ShardedEngine:
         return answers
 
     def _all(self, what: str, own: Callable[[], Any], *arguments: Any, **named: Any) -> list[Any]:
-        """The results of all shards, by rank; the first failure is raised when all have ended."""
+        """Calls method `what` on all shards; returns results by rank, or raises the first error after all ended."""
         self._tell(what, *arguments, named)
         try:
             result = own()
@@ -210,7 +207,7 @@ class ShardedEngine:
         return [result, *self._answers()]
 
     def _with_parts(self, what: str, parts: Parts, *arguments: Any, **named: Any) -> Any:
-        """`what` of every shard, with a version's parts as the first argument; this shard's result."""
+        """Calls method `what` on every shard with a version's parts as first argument; returns this shard's result."""
         sent = _Sent(parts, self._tell, self._own.tensor_on_device)
 
         def own() -> Any:
@@ -223,11 +220,11 @@ class ShardedEngine:
 
 
 class _Sent:
-    """A version's parts, layer by layer, each sent to the other shards before this one has it.
+    """A version's parts, one layer at a time, broadcast to the other shards during iteration.
 
     Args:
-      tell: of a message to all other shards.
-      on_device: numpy's or torch's tensor -> torch's, where the engine computes.
+      tell: sends a message to all other shards.
+      on_device: converts a numpy or torch tensor to a torch tensor on the engine's device.
     """
 
     lasting = True
@@ -254,14 +251,14 @@ class _Sent:
             self._tell(None)
 
     def end(self) -> None:
-        """Nothing more is sent."""
+        """Ends all iterations and tells the other shards that no more parts come."""
         for sweep in self._sweeps:
             sweep.close()  # type: ignore[attr-defined]
         self._tell(False)
 
 
 class _Received:
-    """`_Sent` in another shard. device: where its engine computes."""
+    """The parts that `_Sent` broadcasts, received in another shard. device: the engine's device."""
 
     lasting = True
 
@@ -285,14 +282,14 @@ class _Received:
             yield layer
 
     def end(self) -> None:
-        """Takes what is still sent, of which a shard that failed has no use."""
+        """Receives and drops the parts that are still sent, after this shard has failed."""
         while not self._ended:
             for _ in self:
                 pass
 
 
 def _broadcast(x: Any) -> None:
-    """The bytes of the first shard's tensor into every other's."""
+    """Broadcasts the bytes of the first shard's tensor into the other shards' tensors."""
     import torch
     from vllm.distributed import get_tp_group
 
@@ -324,7 +321,7 @@ def _follow(
     has_weights: bool,
     options: messages.EngineOptions,
 ) -> None:
-    """A child: does what it is told, until the pipe ends."""
+    """Runs another shard in a child process: executes the first shard's calls until the pipe closes."""
     threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
     os.environ |= shard.environment(port)
     try:

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that knows vLLM's versions: 0.32 (CPU build) and 0.25.1 (CUDA), and what lies between.
+"""Adapts the bridge to vLLM's versions, from 0.25.1 (CUDA) to 0.32 (CPU build).
 
-What the bridge relies on, and where the two differ (read in the sources of both):
+The interfaces that the bridge uses, and their differences (from the sources of both versions):
 
 | interface                       | 0.25.1                       | 0.32                                       |
 |---------------------------------|------------------------------|--------------------------------------------|
@@ -17,8 +17,7 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | dense models' runner            | v1/worker/gpu ("V2")         | the same                                   |
 | labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
 
-A version outside the tested ones is started all the same, and said so in the engine's facts: what matters is checked on
-the live engine by the read-back anyway.
+An untested version is started, too, and the engine's facts note it: the read-back checks its live weights anyway.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def release(text: str) -> tuple[int, int]:
-    """ "0.25.1+cu130" -> (0, 25)."""
+    """Parses a version string: "0.25.1+cu130" gives (0, 25)."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def untested_note(text: str) -> list[str]:
-    """A line for the facts where nobody has tried this version."""
+    """Returns a note for the engine's facts if this vLLM version is untested; otherwise an empty list."""
     if release(text) in TESTED:
         return []
     known = ", ".join(".".join(map(str, pair)) for pair in TESTED)
@@ -55,10 +54,10 @@ def untested_note(text: str) -> list[str]:
 
 
 def execution_of(options: messages.EngineOptions, on_gpu: bool) -> str:
-    """The execution mode an engine is started in: "eager", "graphs" or "compiled".
+    """Chooses the execution mode of an engine: "eager", "graphs" (CUDA graphs) or "compiled".
 
     Raises:
-      BridgeError("setup"): vLLM's own arithmetic was asked for on a CPU.
+      BridgeError("setup"): arithmetic=vllm on a CPU.
     """
     invariant = options.arithmetic == "batch_invariant"
     if not on_gpu and not invariant:
@@ -78,7 +77,7 @@ def engine_arguments(
     on_gpu: bool,
     adapters: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs. Raises as `execution_of`. adapters: the shapes of their tensors, by name."""
+    """Builds vLLM's EngineArgs. adapters: shapes of adapter tensors, by name. Raises as `execution_of`."""
     execution = execution_of(options, on_gpu)
     arguments: dict[str, Any] = {
         "model": path,
@@ -112,15 +111,15 @@ def engine_arguments(
 
 
 def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") -> str:
-    """Before an engine starts: attention meets the keys of a sequence in one order, whatever the batch.
+    """Makes FlashAttention-3 batch-invariant: it patches vLLM's backend. Call it before an engine starts.
 
-    By default FlashAttention-3 decides by the size of the batch into how many parts a sequence's keys are split, so
-    that the same tokens get other bits in other company. vLLM has no setting for it but its batch-invariant mode, which
-    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here. For heads of up to 64 it
-    also takes blocks of 192 keys in some batches and of 128 in others; see `_one_order`.
+    By default FlashAttention-3 chooses by batch size into how many parts it splits a sequence's keys, so a token's bits
+    depend on its batch. vLLM's only setting against it is its batch-invariant mode, which replaces most other kernels,
+    too. So the backend's two functions get `num_splits=1` here. For heads of up to 64 the kernel also chooses blocks of
+    192 or 128 keys by the batch; see `_one_order`.
 
     Returns:
-      What departs from batch-invariance, or "".
+      A sentence that says what is not batch-invariant, or "".
     """
     unknown = "attention may split long sequences: this vLLM's FlashAttention backend is not the one known here"
     try:
@@ -146,11 +145,11 @@ _MANY_QUERIES = 128
 
 
 def _one_order(named: dict[str, Any]) -> dict[str, Any]:
-    """Changes the arguments of a call of FlashAttention-3 from those that vLLM passes.
+    """Returns the arguments that replace vLLM's in a call of FlashAttention-3.
 
-    For heads of up to 64 the kernel drops the causal mask where each sequence has a single query, and takes one group
-    of threads where few queries share a head: both meet 192 keys at a time, a prompt 128 (tile_size.h). The largest
-    number of queries is a bound that it sizes its grid by, so a larger one changes nothing else.
+    For heads of up to 64 the kernel drops the causal mask if each sequence has a single query. It takes one group of
+    threads if few queries share a head. Both read 192 keys at a time; a prompt reads 128 (tile_size.h). The largest
+    number of queries is a bound for the kernel's grid, so a larger bound changes nothing else.
     """
     head_dim = named["headdim"] if "headdim" in named else named["q"].shape[-1] if "q" in named else 0
     if not 0 < head_dim <= 64:
@@ -159,7 +158,7 @@ def _one_order(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_first(table: dict[Any, list[type]], platform: Any, kernel: type) -> None:
-    """A linear kernel before vLLM's candidates for a platform (idempotent).
+    """Puts a linear kernel in front of vLLM's candidates for a platform (idempotent).
 
     `register_linear_kernel()` of vLLM can only append, after kernels that claim the layer.
     """
@@ -173,14 +172,13 @@ _LEAST_FP8_ROWS = 65
 
 
 def keep_fp8_scales_in_order(module: str = "vllm.model_executor.kernels.linear.scaled_mm.cutlass") -> str:
-    """Before an engine starts: fp8's products of few rows are those of many.
+    """Makes vLLM's fp8 matrix product batch-invariant: it pads inputs to 65 rows. Call it before an engine starts.
 
-    For up to 64 rows the kernel swaps its operands and multiplies by the activation's scale before the weight's, which
-    moves one output in 100,000 by an ulp; over a long response that grows, and the few tokens of a decoding step differ
-    from the same tokens in a prompt. Fewer rows are filled up here.
+    For up to 64 rows vLLM's kernel swaps its operands and multiplies by the activation's scale before the weight's.
+    This moves one output in 100,000 by an ulp, so a decoding step and a prefill give a token different bits.
 
     Returns:
-      What departs from batch-invariance, or "".
+      A sentence that says what is not batch-invariant, or "".
     """
     unknown = "fp8 products of up to 64 rows may order scales differently: this vLLM's kernel is not the one known here"
     try:
@@ -206,7 +204,7 @@ def _with_rows(product: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
-    """float8 codes [M, K] and scales [M, 1] of so many rows that fp8's product multiplies in its usual order."""
+    """Pads float8 codes [M, K] and scales [M, 1] to at least 65 rows, for which the kernel does not swap operands."""
     rows = len(codes)
     if rows >= _LEAST_FP8_ROWS:
         return codes, scales
@@ -217,7 +215,7 @@ def _filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
 
 
 class Worker:
-    """The worker of an in-process engine: its model, its reload interface, its KV cache."""
+    """A wrapper of the worker of an in-process vLLM engine: model, weight reload and KV cache."""
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -231,13 +229,13 @@ class Worker:
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def config(self) -> contextlib.AbstractContextManager:
-        """The config context some layers look up while they are rebuilt."""
+        """Returns vLLM's config context, which some layers read while they are reloaded."""
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._engine.vllm_config)
 
     def reload(self, tensors: Iterable[tuple[str, Any]] | None = None) -> None:
-        """vLLM's own in-place reload, in checkpoint format; None: from the folder the engine was started on."""
+        """Reloads weights in place by vLLM's loader, from (name, tensor) pairs of a checkpoint, or the model folder."""
         with self.config():
             if tensors is None:
                 self._worker.reload_weights()
@@ -245,7 +243,7 @@ class Worker:
                 self._worker.reload_weights(weights_iterator=_in_loading_order(tensors))
 
     def forget(self) -> None:
-        """Drop every cached prefix, and zero the cache: a NaN of old weights would live on in reused pages."""
+        """Clears the prefix cache and zeroes the KV cache: a NaN of old weights would stay in reused pages."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset its prefix cache")
         for cache in self.runner.kv_caches:
@@ -254,11 +252,10 @@ class Worker:
 
 
 def _count_what_requests_meet(scheduler: Any) -> dict[str, int]:
-    """Counters that grow with every step of `scheduler`.
+    """Wraps vLLM's scheduler and returns counters of its events, which grow with every step.
 
-    chunks: steps that ended within a request's prompt. joined: steps in which some requests were decoded and others
-    prefilled. preempted: requests that lost their place in the KV cache, to be computed again. cached_tokens: tokens of
-    prompts that were found in the cache.
+    chunks: prompt chunks that did not reach the prompt's end. joined: steps with both decoding and prefill. preempted:
+    requests that lost their place in the KV cache. cached_tokens: prompt tokens found in the prefix cache.
     """
     met = dict.fromkeys(("chunks", "joined", "preempted", "cached_tokens"), 0)
     schedule = scheduler.schedule
@@ -280,10 +277,10 @@ def _count_what_requests_meet(scheduler: Any) -> dict[str, int]:
 
 
 def _in_loading_order(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The shapes of a layer's int4 experts after the rest of that layer.
+    """Reorders a layer's tensors: the `weight_shape` tensors of int4 experts come last.
 
-    vLLM counts elements to know when a layer is complete. Every expert's gate and up have a shape each, for which there
-    is one place: counted twice, they complete a layer of many small experts before its last tensors have come.
+    vLLM counts elements to know when a layer is complete. An expert's gate and up each have a shape tensor, but share
+    one parameter. Counted twice, shapes would complete a layer of many small experts before its last tensors arrive.
     """
     layer = ""
     shapes: list[tuple[str, Any]] = []
@@ -300,7 +297,7 @@ def _in_loading_order(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str,
 
 
 def _tensors(cache: Any) -> Iterator[Any]:
-    """A layer's cache is one tensor, or a sequence of them."""
+    """Yields the tensors of a layer's KV cache, which is one tensor or a nested sequence of them."""
     if isinstance(cache, (list, tuple)):
         for part in cache:
             yield from _tensors(part)

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's worker with something to do between the loading of the model and the capture of its CUDA graphs.
+"""A vLLM worker class that adds adapters and a routing recorder to the model before CUDA graphs are captured.
 
-What is to run inside a replayed graph must be in place when the graph is captured, and vLLM captures while it starts.
-Its `worker_cls` names the class of its worker; this one is asked for where routed experts are recorded, or layers have
-adapters (`versions.engine_arguments`). Importing this module imports vLLM.
+Operations that run inside a replayed graph must be added before its capture, and vLLM captures graphs while it starts.
+`versions.engine_arguments` sets vLLM's `worker_cls` to this class if routed experts are recorded or layers have
+adapters. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ else:
 
 
 def _product() -> tuple[Product, torch.dtype]:
-    """The device's batch-invariant product, and the dtype of its weights."""
+    """Returns the device's batch-invariant matrix product, and the dtype that it takes weights in."""
     if current_platform.is_cpu():
         from qarl_bridge.engine.cpu import linear
 
@@ -41,14 +41,13 @@ def _product() -> tuple[Product, torch.dtype]:
 
 
 class BridgeWorker(_Worker):
-    """A worker whose model's routers tell `recorder` every choice, and whose layers have `adapters`; either if asked
-    for."""
+    """A vLLM worker whose model has a `recorder` of routed experts, `adapters`, or both, as configured."""
 
     recorder: Recorder | None = None
     adapters: Adapters | None = None
 
     def load_model(self, **named: Any) -> None:
-        """vLLM's, and what is added to the model."""
+        """Loads the model as vLLM does, then adds adapters and the recorder."""
         super().load_model(**named)
         asked = self.vllm_config.additional_config[versions.ASKED]
         modules = dict(self.model_runner.get_model().named_modules())

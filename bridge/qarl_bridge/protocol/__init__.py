@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The agreement of trainer and bridge: messages, formats, hashes."""
+"""Messages, tensor formats and checksums that trainer and bridge exchange."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters (LoRA, arXiv 2106.09685) of linear layers, by the names of their tensors in a version:
+"""Names, shapes and arithmetic of LoRA adapters (arXiv 2106.09685) of linear layers in a version:
 
     P.lora_A.weight    bfloat16 [r, K]        P: the Hugging Face module of a linear layer [N, K]
     P.lora_B.weight    bfloat16 [N, r]        scaled by alpha / r already
@@ -9,7 +9,7 @@ With y the layer's output, bias included, and bf a rounding to bfloat16:
 
     h = bf(x A^T)    d = bf(h B^T)    y' = bf(y + d)
 
-B = 0 leaves y as it is, to the bit: d is then +0 or -0, and the engine subtracts 0 - d, which is +0 for either.
+B = 0 leaves every bit of y unchanged: d is then +0 or -0, and the engine subtracts 0 - d, which is +0 for either.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def is_adapter(name: str) -> bool:
 
 
 def module_of(name: str) -> str:
-    """The Hugging Face module of an adapter's tensor."""
+    """Returns the Hugging Face module name in an adapter tensor's name."""
     return name.removesuffix(A).removesuffix(B)
 
 
 def words(shapes: Mapping[str, Sequence[int]]) -> str:
-    """The adapters among tensors of these shapes: "adapters of rank 8 of q_proj and v_proj", or "no adapters"."""
+    """Describes the adapters in a {name: shape} map: "adapters of rank 8 of q_proj and v_proj", or "no adapters"."""
     own = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     ranks = sorted({shape[0 if name.endswith(A) else -1] for name, shape in own.items() if shape})
     targets = sorted({module_of(name).rpartition(".")[2] for name in own})
@@ -42,15 +42,15 @@ def words(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def expected(tensors: Mapping[str, Expected], rank: int, targets: Sequence[str]) -> dict[str, Expected]:
-    """Adds the adapters of an engine's options to the tensors of a checkpoint; those it has already stay.
+    """Adds adapter tensors of the given rank to a list of a checkpoint's tensors; listed adapters stay unchanged.
 
     Args:
-      tensors: the weights of linear layers among them, by name.
-      rank: r; 0: no adapters.
-      targets: last parts of the names of layers, as "q_proj".
+      tensors: the checkpoint's tensors, by name.
+      rank: rank r of the adapters; 0: none are added.
+      targets: last parts of the layers' names, as "q_proj".
 
     Raises:
-      BridgeError("setup"): a target is no layer's.
+      BridgeError("setup"): no linear layer has a target's name.
     """
     out = dict(tensors)
     left = set(targets) if rank else set()

@@ -1,24 +1,24 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that differ between two versions of one layout: all that has to travel.
+"""Delta encoding of a version: encodes the bytes that differ from an earlier version with an equal layout.
 
     data = difference(old, new)          # bytes, or None: the whole version is cheaper
     apply(data, buffer)                  # `buffer` held old, and holds new
 
-A version is cut into pieces of 1 MiB, and a piece that has changed is written in whichever way is shortest. With c of
-its n bytes changed:
+A version is cut into pieces of 1 MiB. Each changed piece is encoded in the shortest of three ways. With c of its n
+bytes changed:
 
 | kind   | what is written                                                            | bytes       |
 |--------|----------------------------------------------------------------------------|-------------|
-| sparse | each position (uint32), each new byte                                      | 5 c         |
-| dense  | how many changed in every 256 bytes (uint8), the place of each in its 256  | 2 c + n/256 |
-|        | (uint8), each new byte                                                     |             |
+| sparse | position (uint32) and new byte of each change                              | 5 c         |
+| dense  | number of changes in every 256 bytes (uint8), position of each change in   | 2 c + n/256 |
+|        | its 256 (uint8), each new byte                                             |             |
 | raw    | the piece                                                                  | n           |
 
-Where a code of four bits flips with probability p, c is nearly 2 p n. New bytes are as random as weights are, and so
-are positions: a compressor behind this finds little, and costs more time than the network does.
+Where a code of four bits flips with probability p, c is nearly 2 p n. New bytes and positions are as random as weights:
+a compressor would gain little, and would cost more time than the network.
 
-Whether the result is right is not this file's business: a version has a fingerprint for every tensor.
+The caller checks the result by the fingerprints of a version's tensors.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _SPARSE, _DENSE, _RAW = range(3)
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """numpy lets go of the interpreter while it compares."""
+    """Returns the thread pool for comparisons, during which numpy releases the GIL."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ThreadPoolExecutor(min(_MOST_THREADS, count), thread_name_prefix="delta")
 
 
 def difference(old: np.ndarray, new: np.ndarray, most: int | None = None) -> bytes | None:
-    """Encodes the change from `old` to `new`, both [n] uint8; None: it is longer than `most` bytes (3/4 n)."""
+    """Encodes the changes from `old` to `new`, both [n] uint8; None if they exceed `most` bytes (default 3/4 n)."""
     most = len(new) * 3 // 4 if most is None else most
     parts: list[bytes] = []
     total = 0
@@ -90,7 +90,7 @@ def _piece(old: np.ndarray, new: np.ndarray, at: int) -> list[bytes]:
 
 
 def fill(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies bytes, with several threads."""
+    """Copies `source` into `target`, arrays of equal length, with several threads."""
     starts = range(0, len(source), 64 * PIECE)
     list(_threads().map(lambda at: np.copyto(target[at : at + 64 * PIECE], source[at : at + 64 * PIECE]), starts))
 
@@ -100,13 +100,13 @@ _Piece = tuple[int, int, np.ndarray, int, int]  # offset, bytes, what is written
 
 
 def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray, watch: Watch | None = None) -> None:
-    """Writes the changes into `buffer`, [n] uint8.
+    """Decodes the output of `difference` and writes the changed bytes into `buffer`, [n] uint8.
 
-    watch: a callback for many changes at a time, from several threads: their places in the buffer, in ascending
-      order, and the bytes there before and after.
+    watch: a callback (positions, old bytes, new bytes) for many changes at a time. Positions ascend; several threads
+      call it.
 
     Raises:
-      BridgeError("torn"): they are not those of any version of this size. The buffer may have been written to.
+      BridgeError("torn"): `data` is damaged or does not fit the buffer, which may be half-written.
     """
     raw = np.frombuffer(data, np.uint8)
     groups: list[list[_Piece]] = []
@@ -141,7 +141,7 @@ def _write(buffer: np.ndarray, watch: Watch | None, pieces: list[_Piece]) -> Non
 
 
 def _changes(buffer: np.ndarray, at: int, size: int, data: np.ndarray, count: int, kind: int) -> tuple[np.ndarray, ...]:
-    """Decodes a piece: the places that it changes, int64, and their new values."""
+    """Decodes a piece: returns the positions that it changes, int64, and the new bytes."""
     if kind == _RAW:
         spots = np.flatnonzero(buffer[at : at + size] != data)
         return spots + at, data[spots]

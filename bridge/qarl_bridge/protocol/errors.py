@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception of the bridge."""
+"""Defines BridgeError, the one exception class of the bridge."""
 
 
 class BridgeError(Exception):
-    """An error that says what was wrong, where, and what to do. `code` is stable and machine-readable; the text is for
-    people.
+    """An error of the bridge: a message for people, and a stable `code` for programs.
 
-    Codes: auth, bad_message, bad_state, base (a partial version's base is not what the engine holds), busy, dead,
-    engine, fenced, foreign_base (the engine's is not this trainer's), foreign_model, foreign_scheme, lease,
-    limits, read_back (the live engine does not hold what was published), setup, stale, tensor, timeout, torn, unshared.
+    Codes: auth, bad_message, bad_state, base (the engine does not hold a partial version's base), busy, dead, engine,
+    fenced (no good weights after a failed load), foreign_base (the engine's base is another trainer's), foreign_model,
+    foreign_scheme, lease, limits, read_back (live weights differ from published ones), setup, stale, tensor, timeout,
+    torn (incomplete or damaged), unshared (memory cannot be reached).
     """
 
     def __init__(self, message: str, code: str = "bad_message"):

@@ -1,12 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts travel as stacks: `model.layers.0.mlp.experts.*.up_proj.weight` [E, N, K] stands for the tensors
+"""Stacks a layer's experts for publishing: `model.layers.0.mlp.experts.*.up_proj.weight` [E, N, K] stands for
 
     model.layers.0.mlp.experts.0.up_proj.weight [N, K]    ...    model.layers.0.mlp.experts.<E-1>.up_proj.weight
 
-of a checkpoint. A 30B-A3B has 55,000 of those under w4a16, and 1,250 with stacks; every tensor of a version costs both
-ends time in Python: a copy to start, two fingerprints, an entry of the manifest, checks. The learner's arrays and the
-parameters of vLLM's fused experts are stacks already. vLLM's own loader alone wants them apart.
+of a checkpoint. Every tensor of a version costs both ends time in Python: a copy, two fingerprints, a manifest entry,
+checks. A 30B-A3B under w4a16 has 55,000 tensors, and 1,250 with stacks. The learner's arrays and the parameters of
+vLLM's fused experts are stacks already; only vLLM's loader needs single experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE, _ALL = re.compile(r"\.experts\.\d+\."), ".experts.*."
 
 
 def name_of(name: str) -> str:
-    """Names the stack that holds an expert's tensor; returns other names unchanged."""
+    """Converts the name of an expert's tensor to its stack's name; returns any other name unchanged."""
     return _ONE.sub(_ALL, name)
 
 
@@ -31,12 +31,12 @@ def is_stack(name: str) -> bool:
 
 
 def names(stack: str, count: int) -> list[str]:
-    """Names the tensors that a stack of so many experts holds."""
+    """Lists the checkpoint names of the tensors in a stack of `count` experts."""
     return [stack.replace(_ALL, f".experts.{expert}.") for expert in range(count)]
 
 
 def apart(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) pairs as a checkpoint has them: views of stacks, expert by expert."""
+    """Splits stacks: yields (checkpoint name, tensor) pairs, one view for each expert; other pairs pass unchanged."""
     for name, tensor in tensors:
         if not is_stack(name):
             yield name, tensor
@@ -45,9 +45,9 @@ def apart(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def expected(tensors: Mapping[str, messages.Expected]) -> dict[str, messages.Expected]:
-    """Derives the tensors of a version from the tensors of a checkpoint.
+    """Derives the list of a version's tensors, experts stacked, from the list of a checkpoint's tensors.
 
-    Experts of unequal shapes or dtypes stay apart; nobody publishes such a model.
+    Experts of unequal shapes or dtypes stay single tensors.
     """
     groups: dict[str, list[messages.Expected]] = {}
     for name, one in tensors.items():

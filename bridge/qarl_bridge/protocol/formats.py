@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Between a quantized weight's named arrays and the checkpoint tensors that an engine's loader expects. numpy only.
+"""Converts a quantized weight's arrays to the checkpoint tensors that an engine loads, and back. numpy only.
 
-A scheme describes its bytes as a `Layout`: data that a scheme's page owns (`qarl_jax/quant/schemes`), so that nothing
-here knows a scheme by name. A linear layer `P` (a Hugging Face module path such as model.layers.0.self_attn.q_proj)
-travels as one tensor per array, `P.<leaf>`, and `quantization_config` writes the section of config.json that says so:
+A scheme's module (`qarl_jax/quant/schemes`) describes its arrays as a `Layout`; this file knows no scheme by name. A
+linear layer `P` (a Hugging Face module path such as model.layers.0.self_attn.q_proj) has one tensor `P.<leaf>` for each
+array, and `quantization_config` writes the section of config.json that describes them:
 
     int8, fp8    P.weight [N, K], P.weight_scale float32 [N, 1]
     int4         P.weight_packed int32 [N, K/8], P.weight_scale bfloat16 [N, K/G], P.weight_shape int64 [2]
     bf16         P.weight bfloat16 [N, K]            (no layout: nothing is quantized)
 
 Nibble i (bits 4i..4i+3) of word j of weight_packed holds element 8j+i as code + 8. The learner stores its weights in
-these bytes already, so packing is naming and checking: no value is recomputed, and arrays are not copied.
+these bytes already, so packing only names and checks arrays: nothing is recomputed or copied.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class Array:
     """One array of a quantized weight [N, K].
 
     Attributes:
-      name: in a QTensor: "codes", "scales" and whatever else a grid has (block scales, zero points, ...).
-      leaf: last part of the name of its tensor ("weight_packed").
-      dtype: as it travels.
-      inputs: inputs per column; 0: all of them (one column).
-      outputs: outputs per row; 0: all of them. Then it is a single number, stored as [1, 1], travelling as [1].
+      name: its name in the learner's QTensor: "codes", "scales" or another one (block scales, zero points, ...).
+      leaf: last part of the checkpoint tensor's name ("weight_packed").
+      dtype: the checkpoint tensor's dtype.
+      inputs: inputs that a column covers; 0: all of them (one column).
+      outputs: outputs that a row covers; 0: all of them. The array is then one number, [1, 1] in the learner and [1]
+        in a checkpoint.
       is_scale: True if every value must be finite and positive.
     """
 
@@ -64,23 +65,23 @@ class Array:
     is_scale: bool = False
 
     def shape(self, n: int, k: int) -> tuple[int, int]:
-        """Computes the shape of a weight [n, k] in a QTensor."""
+        """Computes the array's shape in the learner for a weight [n, k]."""
         return -(-n // self.outputs) if self.outputs else 1, k // self.inputs if self.inputs else 1
 
     def sent(self, held: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape as it travels, from the shape as it is held, any leading dimensions included."""
+        """Computes the shape in a checkpoint from the shape in the learner; leading dimensions stay."""
         return held if self.outputs else held[:-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The wire layout of one scheme's weights.
+    """The checkpoint layout of one scheme's weights.
 
     Attributes:
-      scheme: as the learner prints it, for messages.
-      format, weights, activations: fields of its group in compressed-tensors' config section.
-      arrays: a weight's arrays; the codes come first.
-      shape_leaf: name of a tensor with (N, K), int64 [2]; empty: there is none.
+      scheme: the scheme's name, for messages.
+      format, weights, activations: fields of the scheme's group in a compressed-tensors config.
+      arrays: the arrays of a weight, codes first.
+      shape_leaf: last part of the name of a tensor that holds (N, K), int64 [2]; empty: none.
     """
 
     scheme: str
@@ -92,14 +93,14 @@ class Layout:
 
     @property
     def codes(self) -> Array:
-        """The first array, whose shape says the weight's."""
+        """The array of codes, which is the first; the weight's shape follows from its shape."""
         return self.arrays[0]
 
     def names(self, name: str) -> dict[str, str]:
-        """Array -> tensor of a weight, in order; last, as "", the tensor that says the weight's shape, if any.
+        """Maps array names to checkpoint tensor names; the key "" is the tensor of the weight's shape, if any.
 
         Args:
-          name: the module's, with or without ".weight".
+          name: the module's name, with or without ".weight".
         """
         module = module_name(name)
         found = {array.name: f"{module}.{array.leaf}" for array in self.arrays}
@@ -107,20 +108,20 @@ class Layout:
 
 
 def layer_of(name: str) -> str:
-    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
+    """Returns the layer in a tensor's name, such as "model.layers.3", or outside of layers the module's name."""
     found = re.match(r"(.*\.layers\.\d+)\.", name)
     return found[1] if found else name.rpartition(".")[0]
 
 
 def places(inputs: int, share: float, group: int) -> int:
-    """Inputs that a split layer has besides its own: a share of them, in whole groups; in blocks that a GPU's kernels
-    take, too, where its own come in such."""
+    """Counts the duplicated inputs of a layer whose outlier channels are split: `share` of `inputs`, rounded up to a
+    multiple of `group`, and of `split_k.STEP` if `inputs` is one."""
     unit = group if inputs % split_k.STEP else math.lcm(group, split_k.STEP)
     return math.ceil(round(inputs * share, 6) / unit) * unit
 
 
 def live_module(name: str) -> str:
-    """Names the module of an engine that holds a published tensor: several layers that are fused, experts, or one."""
+    """Names the vLLM module that holds a published tensor, such as qkv_proj for q_proj, or a layer's experts."""
     module = name.rpartition(".")[0]
     experts, found, _ = module.partition(".experts.")
     if found:
@@ -132,28 +133,28 @@ def live_module(name: str) -> str:
 def arguments(
     bits: int, kind: str, strategy: str, *, group_size: int = 0, dynamic: bool = False, symmetric: bool = True
 ) -> dict[str, Any]:
-    """Quantization arguments of compressed-tensors; `strategy` channel, token, or group of `group_size`."""
+    """Builds a compressed-tensors quantization-arguments dict; `strategy`: "channel", "token" or "group"."""
     made = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
     return made | ({"group_size": group_size} if group_size else {})
 
 
 def module_name(name: str) -> str:
-    """The module path of a weight: "a.q_proj.weight" and "a.q_proj" -> "a.q_proj"."""
+    """Returns the module path of a weight: "a.q_proj.weight" and "a.q_proj" give "a.q_proj"."""
     return name.removesuffix(".weight")
 
 
 def fused_with(name: str) -> tuple[str, ...]:
-    """The modules that vLLM loads into one with this one: a.q_proj -> a.k_proj, a.v_proj."""
+    """Lists the other modules that vLLM fuses with this one: a.q_proj gives a.k_proj and a.v_proj."""
     parent, _, leaf = module_name(name).rpartition(".")
     return tuple(f"{parent}.{part}" for parts in FUSED.values() if leaf in parts for part in parts if part != leaf)
 
 
 def pack(name: str, arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """One weight's arrays, as the tensors a checkpoint holds. The arrays are passed on, not copied.
+    """Converts one weight's arrays to checkpoint tensors by name, without copying them.
 
     Args:
-      name: HF name of the module, with or without ".weight".
-      arrays: by name, as `layout` says; those of a stack of experts have a leading dimension.
+      name: Hugging Face name of the module, with or without ".weight".
+      arrays: the arrays of `layout`, by name; a stack of experts has a leading dimension.
 
     Raises:
       BridgeError("tensor"): dtype or shape does not fit the layout, or a scale is not finite and positive.
@@ -171,7 +172,7 @@ def pack(name: str, arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[st
 
 
 def unpack(name: str, tensors: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """The inverse of `pack`: arrays by name out of checkpoint tensors; others in the mapping are ignored.
+    """Converts checkpoint tensors back to one weight's arrays, the inverse of `pack`; extra tensors are ignored.
 
     Raises:
       BridgeError("tensor"): a tensor is missing, or does not fit the layout.
@@ -192,7 +193,7 @@ def unpack(name: str, tensors: Mapping[str, np.ndarray], layout: Layout) -> dict
 
 
 def _check(name: str, arrays: Mapping[str, np.ndarray], layout: Layout) -> tuple[int, int]:
-    """(N, K) of the weight."""
+    """Checks dtypes, shapes and scales of a weight's arrays; returns the weight's shape (N, K)."""
 
     def fail(what: str) -> None:
         raise BridgeError(f"{name}, scheme {layout.scheme}: {what}", "tensor")
@@ -222,14 +223,14 @@ def _check(name: str, arrays: Mapping[str, np.ndarray], layout: Layout) -> tuple
 def quantization_config(
     layouts: Mapping[str, Layout | None], ignore: Iterable[str] = ("lm_head",)
 ) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json for a model whose linear layers have these layouts.
+    """Builds the `quantization_config` of config.json for a model whose linear layers have these layouts.
 
-    The most frequent layout targets the class "Linear"; every other layer is named. Experts of one layer are named by
-    one pattern, so the section of a model with thousands of experts stays small.
+    The most frequent layout targets the class "Linear"; layers with another layout are listed by name. One pattern
+    names all experts of a layer, so the section stays small.
 
     Args:
-      layouts: HF module (or weight) name of every linear layer -> layout, None: bf16. Routers and the lm_head may be
-        left out when they are in `ignore`.
+      layouts: layout of every linear layer by Hugging Face module (or weight) name; None: bf16. Routers and the
+        lm_head may be left out when they are in `ignore`.
       ignore: module names (or "re:" patterns) that stay in bf16 besides those without a layout.
 
     Returns:
@@ -281,7 +282,7 @@ def quantization_config(
 
 
 def groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups that `quantization_config` put into a config.json, if any."""
+    """Returns the config groups in a config.json's `quantization_config`; empty if it has none."""
     return list((config.get("quantization_config") or {}).get("config_groups", {}).values())
 
 
@@ -290,7 +291,7 @@ def _scheme(layout: Layout | None) -> str:
 
 
 def _check_fused(by_module: Mapping[str, Layout | None]) -> None:
-    """Every set of layers vLLM loads into one module has one scheme."""
+    """Raises BridgeError if layers that vLLM fuses into one module have different schemes."""
     first: dict[tuple[str, str], tuple[str, str]] = {}
     for module, layout in by_module.items():
         scheme = _scheme(layout)

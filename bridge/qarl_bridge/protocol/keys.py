@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Key files and addresses: the parties that may talk, and their places."""
+"""Reads and creates key files, which authenticate trainer and bridge, and parses the bridge's address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qarl_bridge.protocol.errors import BridgeError
 
 
 def read_key(path: str) -> bytes:
-    """The 32-byte key in a file that only its owner may read."""
+    """Reads the 32-byte key from a file; BridgeError("auth") if it is malformed or anyone but its owner may read it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -31,7 +31,7 @@ def read_key(path: str) -> bytes:
 
 
 def create_key(path: str) -> bytes:
-    """Make a new random key file, mode 0600; an existing one is an error."""
+    """Creates a key file of mode 0600 and returns its random 32-byte key; BridgeError("auth") if the file exists."""
     key = secrets.token_bytes(32)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -43,7 +43,8 @@ def create_key(path: str) -> bytes:
 
 
 def parse_address(address: str) -> tuple[str, Any]:
-    """ "unix:/path" or a bare path -> ("unix", path); "tcp://host:port" -> ("tcp", (host, port))."""
+    """Parses "unix:/path" or a path to ("unix", path), "tcp://host:port" to ("tcp", (host, port)); BridgeError("setup")
+    for other addresses, and for a socket path of more than 100 bytes."""
     if address.startswith("tcp://"):
         host, _, port = address[len("tcp://") :].rpartition(":")
         if not host or not port.isdigit() or not 0 <= int(port) < 65536:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on a version that need no engine: what its manifest says against what the engine's loader must be given."""
+"""Checks a version's manifest against the tensors that the engine's loader needs, and reads safetensors headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from qarl_bridge.protocol.tensors import DTYPES, SAFETENSORS_DTYPES
 def check_manifest(
     manifest: Manifest, *, model: bytes, scheme: bytes, expected: Mapping[str, Expected] | None = None
 ) -> None:
-    """Refuse a manifest that is torn, foreign, or does not describe exactly the engine's tensors. Needs no bytes."""
+    """Raises BridgeError for a manifest that is damaged ("torn"), of another model or scheme ("foreign_model",
+    "foreign_scheme"), too large ("limits"), or lists other tensors than `expected` ("tensor", "torn", "setup")."""
     if manifest.computed_digest() != manifest.digest:
         raise BridgeError(f"manifest of {manifest.version} is torn: its digest does not match its content", "torn")
     if manifest.model != model:
@@ -85,7 +86,7 @@ def _check_tensors(manifest: Manifest, seen: set[str], expected: Mapping[str, Ex
 
 
 def expected_from_safetensors(path: str) -> dict[str, Expected]:
-    """Names, dtypes and shapes in a safetensors file, from its header alone."""
+    """Reads names, dtypes and shapes from a safetensors file's header; BridgeError("setup") if it cannot."""
     try:
         return {
             name: Expected(name=name, dtype=SAFETENSORS_DTYPES[info["dtype"]], shape=info["shape"])
@@ -96,7 +97,7 @@ def expected_from_safetensors(path: str) -> dict[str, Expected]:
 
 
 def safetensors_header(path: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """(offset of the first tensor's bytes, {name: dtype, shape and data_offsets}) of a safetensors file."""
+    """Reads a safetensors header: (file offset of tensor bytes, {name: {dtype, shape, data_offsets}})."""
     try:
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between trainer and bridge, with manifests, versions and the options of an engine.
+"""Defines the messages between trainer and bridge, and the manifest that describes a published version.
 
-Everything is msgpack, decoded by msgspec into the tagged structs below and nothing else: an unknown tag, an unknown or
-missing field, a wrong type or an oversized value is a `BridgeError`. Nothing that arrives is unpickled, evaluated, or
-used as a path or an import name (a HostMemory names a descriptor, which transport/shm.py opens only if it is a staged
-version of the same user's). transport/zeromq.py carries the messages, and lets in only who holds the key.
+Every message is msgpack, decoded by msgspec into the tagged structs below. An unknown tag, an unknown or missing field,
+a wrong type or an oversized value is a `BridgeError`. Received data is never unpickled, evaluated, or used as a path or
+an import name. (HostMemory names a descriptor; transport/shm.py opens it only if it is a staged version of this user.)
+transport/zeromq.py carries the messages, and admits only peers that hold the key.
 
 A connection begins with Hello; then each request has its replies, one request at a time:
 
@@ -61,7 +61,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of what is nested in messages."""
+    """Base class of structs that are nested in messages."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="t", tag=True):
@@ -69,7 +69,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Version(_Struct):
-    """Example: Version(run_id="quickstart", incarnation=1763726400, step=17)."""
+    """The identity of published weights: run, incarnation (a number that grows at each start of the run), step."""
 
     run_id: RunId
     incarnation: Incarnation
@@ -80,7 +80,7 @@ class Version(_Struct):
 
 
 class TensorEntry(_Struct):
-    """One tensor of a staged version, by its Hugging Face name; `digest` is its fingerprint (fingerprint.py).
+    """One tensor of a version: Hugging Face name, dtype, shape, byte range, and fingerprint (`digest`).
 
     Example: TensorEntry(name="model.norm.weight", dtype="bfloat16", shape=[256], offset=4096, nbytes=512, digest=...).
     """
@@ -94,7 +94,7 @@ class TensorEntry(_Struct):
 
 
 class Expected(_Struct):
-    """Name, dtype and shape of one tensor the engine's loader must be given."""
+    """Name, dtype and shape of one tensor that the engine's loader needs."""
 
     name: Name
     dtype: Name
@@ -102,11 +102,11 @@ class Expected(_Struct):
 
 
 class Manifest(_Struct):
-    """Everything about a version except its bytes. `digest` covers all other fields.
+    """The description of a version: its identity, tensors and size. `digest` covers all other fields.
 
-    A partial version keeps tensors of a complete one: `base` is the fingerprint of those (`kept`), whoever published
-    them. It has whole modules, every adapter (adapters.py), and every tensor in which the version that serves differs
-    from that complete one."""
+    A partial version replaces some tensors of a complete one; `base` is the fingerprint of the tensors that stay
+    (`kept`). A partial version has whole modules, every adapter (adapters.py), and every tensor in which the serving
+    version differs from the complete one."""
 
     version: Version
     model: Digest
@@ -117,21 +117,21 @@ class Manifest(_Struct):
     base: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
     def computed_digest(self) -> bytes:
-        """The digest these fields should have."""
+        """Computes the digest of all fields but `digest`; the two differ if the manifest was damaged."""
         return digest(b"manifest", msgspec.msgpack.encode(msgspec.structs.replace(self, digest=bytes(DIGEST_BYTES))))
 
     def kept(self, replaced: Collection[str]) -> bytes:
-        """The fingerprint of this model's tensors that are not `replaced`. Run, step and order do not count."""
+        """Computes one fingerprint of the tensors not in `replaced`; run, step and order do not change it."""
         entries = sorted((e.name, e.dtype, e.shape, e.digest) for e in self.tensors if e.name not in replaced)
         return digest(b"kept", msgspec.msgpack.encode((self.model, self.scheme, entries)))
 
     def sealed(self) -> Manifest:
-        """The same manifest with its digest filled in."""
+        """Returns a copy of the manifest with `digest` filled in."""
         return msgspec.structs.replace(self, digest=self.computed_digest())
 
 
 class Span(_Struct):
-    """Tokens [start, end) were drawn under `version`."""
+    """A range of a response: tokens [start, end) were sampled under `version`."""
 
     version: Version
     start: Count
@@ -139,10 +139,9 @@ class Span(_Struct):
 
 
 class HostMemory(_Struct, tag_field="t", tag=True):
-    """The place of a memory file: descriptor `fd` of process `pid`.
+    """The location of a memory file: descriptor `fd` of process `pid`.
 
-    `inode` guards against reuse of the descriptor. `host` (shm.host) is set when the file belongs to another process's
-    host.
+    `inode` guards against reuse of the descriptor. `host` (`shm.host`) is set for a memory file that a bridge holds.
     """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -152,10 +151,10 @@ class HostMemory(_Struct, tag_field="t", tag=True):
 
 
 class DeviceMemory(_Struct, tag_field="t", tag=True):
-    """A buffer on a GPU that another process of this host may map: CUDA's handle for it, and the GPU by its UUID.
+    """A GPU buffer that another process of this host may map: the GPU's UUID and the buffer's CUDA IPC handle.
 
     With `ends` the transfer is chunked: a version comes part by part through a buffer smaller than the version. A part
-    is some tensors of the manifest in their order. `ends` has the index where each part ends; the last is the number
+    is a run of consecutive tensors of the manifest. `ends` has the index where each part ends; the last is the number
     of tensors. The bridge asks for each part with Fill."""
 
     device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -164,8 +163,8 @@ class DeviceMemory(_Struct, tag_field="t", tag=True):
 
 
 class NcclMemory(_Struct, tag_field="t", tag=True):
-    """A buffer on another GPU, which its owner broadcasts while it waits for the reply (transport/nccl.py): join the
-    communicator `unique_id` as `rank` of `world`, or use it again, and receive. `version` is the sender's NCCL's."""
+    """A buffer on another GPU, which the trainer broadcasts over NCCL (transport/nccl.py). The engine joins
+    communicator `unique_id` as `rank` of `world` and receives. `version` is the sender's NCCL."""
 
     unique_id: Annotated[bytes, msgspec.Meta(min_length=NCCL_ID_BYTES, max_length=NCCL_ID_BYTES)]
     rank: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
@@ -175,7 +174,7 @@ class NcclMemory(_Struct, tag_field="t", tag=True):
 
 
 class Changes(_Struct, tag_field="t", tag=True):
-    """The Chunks were not the version but what turns the one with this manifest's digest into it (delta.py)."""
+    """Says that the Chunks held only the changes (delta.py) to the version whose manifest has digest `base`."""
 
     base: Digest
 
@@ -189,11 +188,11 @@ class Array(_Struct):
 
     @staticmethod
     def of(array: np.ndarray) -> Array:
-        """The message for an array of a wire dtype."""
+        """Converts a numpy array whose dtype is in `DTYPES`; BridgeError("tensor") for another dtype."""
         return Array(dtype=dtype_name(array.dtype), shape=list(array.shape), data=bytes(as_bytes(array)))
 
     def numpy(self) -> np.ndarray:
-        """The array; BridgeError if the bytes are not those of its shape."""
+        """Converts back to a numpy array; BridgeError if `data` does not have the size of dtype and shape."""
         if self.dtype not in DTYPES or math.prod(self.shape) * DTYPES[self.dtype].itemsize != len(self.data):
             raise BridgeError(f"{len(self.data)} bytes do not hold {self.dtype}{self.shape}")
         return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
@@ -203,7 +202,7 @@ ROUTING = "routing"  # not a module: the experts each token of a probe was sent 
 
 
 class Recorded(_Struct):
-    """The inputs and outputs of a live module, in the order of its arguments and results."""
+    """The recorded inputs and outputs of one module of the live model, in order of its arguments and results."""
 
     module: Name
     inputs: list[Array]
@@ -211,7 +210,7 @@ class Recorded(_Struct):
 
 
 class Sampling(_Struct):
-    """The distribution to draw from. Reported log-probs are those of this distribution."""
+    """Sampling parameters of a Generate. Reported log-probs are taken after temperature and top-p."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
@@ -220,10 +219,10 @@ class Sampling(_Struct):
 
 
 class Draw(_Struct):
-    """One completion wanted. The seed makes it independent of what else is in the batch.
+    """A request for one completion. `seed` makes it independent of other requests in the batch.
 
-    A response is gone on with by a prompt that ends with its tokens so far; `max_tokens` is then what it may still add
-    (0: what Sampling says).
+    To continue a response, append its tokens to the prompt and set `max_tokens` to the number of tokens still allowed
+    (0: the limit of Sampling).
     """
 
     prompt: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 22)]
@@ -231,17 +230,17 @@ class Draw(_Struct):
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
 
     def under(self, sampling: Sampling) -> Sampling:
-        """`sampling` with this draw's own, lower limit on tokens, where it has one."""
+        """Returns `sampling` with `max_tokens` lowered to this request's limit, if it has one."""
         if not self.max_tokens:
             return sampling
         return msgspec.structs.replace(sampling, max_tokens=min(self.max_tokens, sampling.max_tokens))
 
 
 class Drawn(_Struct):
-    """One completion: `tokens` int32 and `logprobs` float32, little-endian bytes, of equal length.
+    """One completion: int32 `tokens` and float32 `logprobs`, one for each token, as little-endian bytes.
 
-    `routed`: int16 of shape `routed_shape`, [prompt + tokens - 1, layers, k]: the experts each position was sent to,
-    where the engine was started to record them (-1: a dense layer).
+    `routed`: int16 of shape `routed_shape`, [prompt + tokens - 1, layers, k]: the experts that each position used, if
+    the engine records them (-1: a dense layer).
     """
 
     tokens: bytes
@@ -253,7 +252,7 @@ class Drawn(_Struct):
 
 
 class Facts(_Struct):
-    """The engine's report of itself. The trainer asserts it before the first step and records it in the run."""
+    """A description of the engine: versions, arithmetic, limits. The trainer checks it and records it in the run."""
 
     engine: Text
     engine_version: Text
@@ -276,57 +275,56 @@ class Facts(_Struct):
 
 # Requests
 class Hello(_Message):
-    """First message of a connection: may these two talk, and what engine is it? Reply: Welcome."""
+    """The first message of a connection, with the trainer's protocol number. Reply: Welcome."""
 
     protocol: int
 
 
 class Status(_Message):
-    """Ask for a StatusReply."""
+    """Asks for the bridge's state. Reply: StatusReply."""
 
 
 class Acquire(_Message):
-    """Take the publishing lease for (run_id, incarnation), bound to this connection, renewed by every message on it."""
+    """Takes the publishing lease for (run_id, incarnation). The lease ends with the connection. Reply: Ok."""
 
     run_id: RunId
     incarnation: Incarnation
 
 
 class Announce(_Message):
-    """Propose a version. Everything checkable without its bytes is checked now. Needs the lease. Reply: Ready."""
+    """Announces a version. The bridge checks its manifest. Needs the lease. Reply: Ready."""
 
     manifest: Manifest
 
 
 class Stage(_Message):
-    """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU or on another, or (None, Changes) in the Chunks before this; or they come chunked. Every fingerprint and
-    every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to
-    another version."""
+    """Tells the bridge where the announced bytes are; the bridge checks every fingerprint and every float. `memory` is
+    a sealed memory file, a GPU buffer, or, for bytes in the Chunks before this message, None or Changes. Reply: Staged;
+    Error "unshared" if the bridge cannot reach the memory or does not hold the base of Changes."""
 
     memory: HostMemory | DeviceMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
-    """The trainer gives up. Ends the bridge's wait for an NCCL transfer (reply: Ok, after the reply to Stage) or for a
-    Filled (reply: that of the pending request)."""
+    """Cancels the bridge's wait for an NCCL transfer (reply: Ok, after the reply to Stage), or for a Filled (reply:
+    the one to the pending request)."""
 
 
 class Filled(_Message):
-    """The buffer has the part of Fill. Reply: another Fill, or that of Stage or Commit."""
+    """Reports that the buffer holds the part that Fill asked for. Reply: Fill, or the one to Stage or Commit."""
 
     part: Count
 
 
 class Chunk(_Message):
-    """Bytes [offset, offset+n) of the announced version, for connections that cannot share memory; the n bytes are the
-    second frame of the message. Reply: Ok."""
+    """Bytes [offset, offset+n) of the announced version, for a trainer that shares no memory with the bridge. The n
+    bytes are the second frame of the message. Reply: Ok."""
 
     offset: Count
 
 
 class Commit(_Message):
-    """Drain, pause, load in place, read back, resume at the staged version. Reply: Published."""
+    """Makes the engine serve the staged version: drain requests, load in place, read back, resume. Reply: Published."""
 
     digest: Digest
     readback: Annotated[str, msgspec.Meta(pattern="^(off|sampled|full)$")] = "sampled"
@@ -334,50 +332,50 @@ class Commit(_Message):
 
 
 class Generate(_Message):
-    """Draw completions. Reply: Progress..., then Completions."""
+    """Asks for completions. Reply: any number of Progress, then Completions."""
 
     draws: Annotated[list[Draw], msgspec.Meta(min_length=1, max_length=1 << 20)]
     sampling: Sampling
 
 
 class ReadBack(_Message):
-    """Functional read-back of the serving version against its staged copy. Reply: ReadBackReply."""
+    """Asks for a comparison of the engine's live weights with the bridge's copy. Reply: ReadBackReply."""
 
     mode: Annotated[str, msgspec.Meta(pattern="^(sampled|full)$")] = "full"
     seed: Count = 0
 
 
 class Probe(_Message):
-    """Prefill `prompt` alone under the serving version and record the named live modules. Reply: Probed."""
+    """Asks to prefill `prompt` alone and to record inputs and outputs of the named modules. Reply: Probed."""
 
     prompt: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=4096)]
     modules: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Shutdown(_Message):
-    """Stop the bridge. Needs the lease, or nobody holding it. Reply: Ok."""
+    """Stops the bridge. Refused while another trainer holds the lease. Reply: Ok."""
 
 
 # Replies
 class Welcome(_Message):
-    """The engine behind the bridge."""
+    """The reply to Hello: a description of the bridge's engine."""
 
     facts: Facts
 
 
 class Ok(_Message):
-    """Done."""
+    """The reply to a request that was done and returns nothing."""
 
 
 class Error(_Message):
-    """The request was refused or failed; the connection stays usable."""
+    """The reply to a request that was refused or failed; the connection stays usable."""
 
     code: Name
     message: Text
 
 
 class StatusReply(_Message):
-    """State of the machine in server/bridge.py; `met`: what the engine's scheduler did to requests so far, counted."""
+    """The bridge's state (see server/bridge.py), and in `met` counts of the scheduler's events, such as preemptions."""
 
     state: Name
     version: Version | None
@@ -390,9 +388,8 @@ class StatusReply(_Message):
 
 
 class Ready(_Message):
-    """Announcement accepted; `share_memory` says whether Stage may name a memory file, `holds` which version (by its
-    manifest's digest) the bridge has in its memory, so that Changes to it may be sent (empty: none), and `host` whose
-    processes can share memory files with it."""
+    """The reply to an accepted Announce. share_memory: whether Stage may name a memory file. holds: manifest digest of
+    the version in the bridge's memory, for Changes to it; empty: none. host: `shm.host` of the bridge."""
 
     share_memory: bool
     holds: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
@@ -400,8 +397,8 @@ class Ready(_Message):
 
 
 class Staged(_Message):
-    """The whole version is within the engine's reach, its fingerprints right and its values finite. What came in Chunks
-    lies in `memory`, for other bridges of that host."""
+    """The reply to Stage: all bytes have arrived, fingerprints match and values are finite. `memory` is a file with
+    the bytes that came in Chunks, which other bridges of the bridge's host may open."""
 
     open_s: Seconds
     validate_s: Seconds
@@ -409,7 +406,7 @@ class Staged(_Message):
 
 
 class Report(_Struct):
-    """The cost and the checks of a publish. The loader checks the fingerprint of every tensor."""
+    """Durations in seconds, sizes and numbers of compared weights of one publish."""
 
     bytes: Count
     tensors: Count
@@ -421,14 +418,14 @@ class Report(_Struct):
 
 
 class Published(_Message):
-    """The engine serves `version` from here on."""
+    """The reply to Commit: the engine serves `version` from here on."""
 
     version: Version
     report: Report
 
 
 class ReadBackReply(_Message):
-    """Weights and input rows compared; a difference is an Error instead."""
+    """The numbers of weights and input rows that a read-back compared and found equal; a difference is an Error."""
 
     weights: Count
     rows: Count
@@ -441,17 +438,17 @@ class Probed(_Message):
 
 
 class Ended(_Struct):
-    """A completion ahead of its reply: `index` in Generate.draws."""
+    """A completion that is sent before its batch is complete; `index` is its place in Generate.draws."""
 
     index: Count
     drawn: Drawn
 
 
 class Progress(_Message):
-    """Sent every few seconds while a long request runs, so that both ends notice when the other dies.
+    """A keep-alive that the bridge sends every few seconds during a long request; it shows both ends a dead peer.
 
-    While a Generate runs it brings the completions that ended since the last one, unless their routing was recorded (it
-    is large): the trainer may grade them while others are drawn. The reply holds them again.
+    During a Generate it brings the completions that ended since the last Progress, so that the trainer can grade them
+    early. Completions with recorded routing are too large, and left out. The reply has every completion again.
     """
 
     running: Count
@@ -461,14 +458,14 @@ class Progress(_Message):
 
 
 class Fill(_Message):
-    """Write this part of the version into the buffer, then send Filled (or Cancel, to give up). Comes while a Stage or
-    Commit of a chunked version runs."""
+    """Asks the trainer, during Stage or Commit, to write a part of a chunked version into the buffer. The trainer then
+    sends Filled, or Cancel to give up."""
 
     part: Count
 
 
 class Completions(_Message):
-    """The completions, in the order of Generate.draws."""
+    """The reply to Generate: the completions in the order of Generate.draws."""
 
     completions: list[Drawn]
 
@@ -511,12 +508,12 @@ REPLY_DECODER = msgspec.msgpack.Decoder(Reply, strict=True)
 
 
 def encode(message: _Message) -> bytes:
-    """msgpack bytes of a message."""
+    """Encodes a message as msgpack bytes."""
     return _encoder.encode(message)
 
 
 def decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder = REQUEST_DECODER) -> Any:
-    """Strictly decoded message, or BridgeError(bad_message)."""
+    """Decodes and validates a message; BridgeError("bad_message") if it is malformed."""
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The places of a frozen nvfp4 base that a trainer and its engine hold once, in the trainer's memory.
+"""Describes buffers through which trainer and engine share one copy of a frozen nvfp4 base in the trainer's memory.
 
 The trainer allocates a buffer for each kind of fused module (q, k and v; gate and up; ...) of a stack of layers. It
-writes the weights there in the layout that the engine multiplies, and computes with them itself. The engine is started
-on these places: its layers read the buffers, and no version brings their weights.
+writes the weights in the layout of the engine's kernels, and computes with them, too. The engine reads the file
+`base.json` at its start and maps the buffers; no version brings their weights.
 
     words      int32 [layers, K/128, N, 16]     of 128 inputs: nibble i + 4 e of word 4 t + 2 f + h is the code of input
                                                 64 h + 16 i + 8 f + 2 t + e
     scales     e4m3 [layers, K/16, N], as uint8; 0 where a scale is below 2^-6
-    divisors   float32 [layers, parts], g of each part of N
+    divisors   float32 [layers, parts], the global scale g of each linear layer that a module fuses
     bias       bfloat16 [layers, N], where the module has one
 """
 
@@ -30,14 +30,14 @@ _ALIGNMENT = 512  # bytes; CUDA's own
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One buffer.
+    """One shared buffer: its location, and the modules whose weights it holds.
 
     Attributes:
-      modules: live modules of the engine, a layer each.
-      outputs: N of each part that a module fuses, in order.
-      inputs: K.
+      modules: names of the engine's modules, one for each layer.
+      outputs: number of outputs of each linear layer that a module fuses, in order.
+      inputs: K, the number of inputs.
       has_bias: whether the modules have a bias.
-      memory: the buffer.
+      memory: the location of the buffer.
     """
 
     modules: Annotated[list[messages.Name], msgspec.Meta(min_length=1)]
@@ -48,7 +48,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Array(msgspec.Struct, frozen=True):
-    """An array of a buffer: its first byte, dtype and shape, layers first."""
+    """The layout of one array in a buffer: byte offset, dtype and shape, whose first dimension is layers."""
 
     offset: int
     dtype: np.dtype
@@ -56,12 +56,12 @@ class Array(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
+        """The size in bytes, all layers together."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def arrays(layers: int, outputs: list[int], inputs: int, *, has_bias: bool) -> dict[str, Array]:
-    """The arrays of a buffer, by name; see the module docstring."""
+    """Lays out a buffer: returns the arrays of the module docstring, by name, for `layers` layers."""
     n = sum(outputs)
     listed = {
         "words": ("int32", (inputs // INPUTS, n, 16)),
@@ -76,10 +76,10 @@ def arrays(layers: int, outputs: list[int], inputs: int, *, has_bias: bool) -> d
 
 
 def arrays_of(place: Place) -> dict[str, Array]:
-    """`arrays` of a place."""
+    """Lays out the arrays of a buffer that a `Place` describes, as `arrays` does."""
     return arrays(len(place.modules), place.outputs, place.inputs, has_bias=place.has_bias)
 
 
 def size(found: dict[str, Array]) -> int:
-    """Bytes of a buffer with these arrays."""
+    """Computes the size in bytes of a buffer with these arrays."""
     return max(-(-(a.offset + a.nbytes) // _ALIGNMENT) * _ALIGNMENT for a in found.values())

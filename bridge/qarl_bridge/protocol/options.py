@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The options of an engine."""
+"""Defines EngineOptions, the options with which an engine is started."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _INTERNAL = {"internal": True}  # for the reader of configs (qarl_jax.typed_conf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The options an engine is started with: their one list. It travels as JSON (`python -m qarl_bridge --options`).
+    """The options with which an engine is started, sent as JSON to `python -m qarl_bridge --options`.
 
-    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used. A
-    field with `_INTERNAL` is for code, and no option of a config.
+    The section `rollout.engine` of a run's config inherits these fields. A field with `_INTERNAL` is set by code, and
+    cannot be set in a config.
 
     Attributes:
-      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
-      max_model_len: longest prompt + response in tokens; 0: what the model allows.
-      max_num_seqs: most sequences decoded together.
-      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
+      engine: "vllm", or "fake", an engine without a model, to try a set-up.
+      max_model_len: limit of prompt + response in tokens; 0: the model's limit.
+      max_num_seqs: limit of sequences in one decoding batch.
+      max_num_batched_tokens: limit of tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
         (not from a config).
       kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
-      gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
+      gpu_memory_utilization: fraction of the device's memory that vLLM may use (on a CPU: of the host's).
       threads: CPU threads of the engine; 0: all that the process may use.
-      arithmetic: "batch_invariant" gives a token the same bits in every batch, by the bridge's own operations, which
-        the learner mirrors (in CUDA graphs on a GPU); "vllm" is vLLM as it comes, on a CUDA GPU: its compiled kernels,
-        whose roundings and orders of sums depend on the batch, and which no learner mirrors.
-      eager: run a GPU's operations one by one, without graphs or compilation: to look for a fault.
-      tensor_parallel_size: shards of the engine, 1, 2 or 4, each a process with its part of every weight; on GPUs each
-        has one of its own, the first ones of `visible_gpus`. `kv_cache_gb` is each shard's.
-      record_routing: return the experts each token was sent to (an MoE model, not compiled); a trainer sets it
-        for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
-      lora_rank, lora_targets: rank of the adapters, and the last parts of their layers' names (not from a config: a
-        trainer's list of tensors has them; for a bridge that is started by hand on a folder of weights). 0: none.
-      profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
+      arithmetic: "batch_invariant" computes with the bridge's kernels: a token's bits do not depend on its batch, and
+        the learner can compute them (in CUDA graphs on a GPU). "vllm" computes with vLLM's compiled kernels on a CUDA
+        GPU: roundings and orders of sums depend on the batch, and no learner computes them.
+      eager: run a GPU's operations one by one, without graphs or compilation, to look for a fault.
+      tensor_parallel_size: shards of the engine, 1, 2 or 4: processes that each hold a part of every weight. On GPUs
+        each shard uses one of the first GPUs of `visible_gpus`. `kv_cache_gb` is for each shard.
+      record_routing: return the experts that each token used (an MoE model, not compiled); a trainer sets it for
+        `rollout.router_replay`. It disables the prefix cache.
+      lora_rank, lora_targets: rank of the adapters, and last parts of their layers' names; rank 0: none. Only for a
+        bridge that is started by hand on a folder of weights; a trainer lists adapters among the folder's tensors.
+      profile: folder for profiles of every load and read-back, and of a hundred steps; empty: none.
     """
 
     engine: Literal["vllm", "fake"] = "vllm"
@@ -60,7 +60,7 @@ class EngineOptions:
     profile: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
+        """Validates the values; raises ValueError with a message that begins with the option's name."""
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_gb", "threads", "lora_rank"):
@@ -79,16 +79,16 @@ class EngineOptions:
             )
 
     def to_json(self) -> str:
-        """These options, and nothing that a subclass adds, as one JSON object."""
+        """Encodes the options as a JSON object, without fields of subclasses."""
         names = [field.name for field in dataclasses.fields(EngineOptions)]
         return json.dumps({name: getattr(self, name) for name in names})
 
     @staticmethod
     def from_json(text: str) -> EngineOptions:
-        """The options of a JSON object; those it leaves out have their defaults.
+        """Parses options from a JSON object; missing ones get their defaults.
 
         Raises:
-          BridgeError("setup"): not JSON, an unknown option, or a value of the wrong type.
+          BridgeError("setup"): not JSON, an unknown option, or a wrong type or value.
         """
         try:
             given = msgspec.json.decode(text, type=dict[str, Any])

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders for temporary files that do not outlive their process for long, however it ends.
+"""Makes temporary folders, and removes temporary folders of killed processes.
 
-A folder's process holds a lock on it, which the kernel releases with the process. Whoever makes a folder of the same
-kind first removes those whose lock is free: what processes that were killed have left behind.
+A process holds a lock on its folder, which the kernel releases when the process ends. A process that makes a folder
+first removes unlocked folders whose names have an equal prefix.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SOCKET_NAME = 37
 
 
 class Scratch:
-    """A new folder of mode 0700, `path`, short enough for unix sockets in it.
+    """A new temporary folder of mode 0700, whose `path` is short enough for unix sockets in it.
 
     Args:
-      kind: the beginning of its name, e.g. "qarl-bridge-". Folders of this kind that nobody holds are removed.
+      kind: prefix of the folder's name, e.g. "qarl-bridge-". Unlocked folders with this prefix are removed.
 
     Raises:
-      BridgeError("setup"): TMPDIR is too long, and /tmp cannot be used.
+      BridgeError("setup"): the path of TMPDIR is too long for sockets, and /tmp cannot be written.
     """
 
     def __init__(self, kind: str):
@@ -47,7 +47,7 @@ class Scratch:
         os.rename(hidden, self.path)
 
     def close(self) -> None:
-        """Remove the folder. Idempotent."""
+        """Removes the folder and its lock. Idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -55,7 +55,7 @@ class Scratch:
 
 
 def _short(kind: str) -> str:
-    """The temporary directory; /tmp where that leaves no room for a socket's name."""
+    """Returns the temporary directory, or /tmp where the directory's path leaves no room for a socket's name."""
     folder = tempfile.gettempdir()
     most = _SOCKET_PATH - _SOCKET_NAME - len(f"/{kind}12345678")
     if len(os.fsencode(folder)) <= most:
@@ -70,7 +70,7 @@ def _short(kind: str) -> str:
 
 
 def sweep(kind: str, folder: str) -> None:
-    """Remove this user's folders of a kind in `folder` that no process holds."""
+    """Removes this user's folders in `folder` whose name begins with `kind` and whose lock is free."""
     for entry in os.scandir(folder):
         if not entry.name.startswith(kind) or entry.is_symlink():
             continue

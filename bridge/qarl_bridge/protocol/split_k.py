@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Into which parts the inputs of a product are cut on CUDA (split-K), a rule that learner and engine share.
+"""Split-K rule of the CUDA engine and the learner: the parts into which a matrix product cuts its inputs K.
 
-A sum of floats has the bits of its order. An engine that chooses the order by the number of rows gives a token other
-bits in another batch. So the shape of the weight alone decides the order:
+The order of a float sum decides its bits. A kernel that chooses the order by the number of rows gives a token other
+bits in another batch. Here the shape of the weight alone decides the order:
 
     y = sum over parts p, ascending, of acc_p         acc_p: one float32 accumulator of the tensor cores through the
                                                       inputs of part p, ascending
 
-More than one part lets few rows occupy the whole GPU. The engine computes the parts side by side where there are few
-rows and one after the other where there are many (`engine/cuda/ops.py`); the learner adds up products of slices.
+With more than one part a product of few rows can use the whole GPU. The engine computes parts in parallel for few rows
+and one after the other for many (`engine/cuda/ops.py`); the learner adds up products of slices.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LEAST_STEPS = 8  # of an inner dimension worth cutting
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Decides the number of parts into which a product cuts its inputs.
+    """Decides the number of parts into which a matrix product cuts its inputs.
 
     Args:
-      outputs, inputs: shape of the weight, whose outputs are those of the engine's fused module (q, k and v together).
+      outputs, inputs: shape [N, K] of the engine's fused weight (q, k and v together).
     """
     tiles, steps = -(-outputs // OUTPUTS), -(-inputs // STEP)
     return 2 if tiles <= NARROW and steps >= LEAST_STEPS else 1
 
 
 def cuts(inputs: int, splits: int) -> list[tuple[int, int]]:
-    """(first, end) input of each part: as equal as whole steps allow, longer ones first.
+    """Lists the input range (first, end) of each part, in whole steps of 128, longer parts first.
 
     Example: cuts(1280, 3) is [(0, 512), (512, 896), (896, 1280)].
     """

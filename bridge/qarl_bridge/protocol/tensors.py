@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as bytes: the dtypes that travel, and digests of what is sent and of what it belongs to."""
+"""Converts tensors to bytes and dtypes to names on the wire, and computes digests of manifests and configs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAFETENSORS_DTYPES = {
 
 @functools.cache  # asked for every tensor of every version
 def dtype_name(dtype: Any) -> str:
-    """Wire name of a numpy (or ml_dtypes) dtype."""
+    """Names a numpy or ml_dtypes dtype as messages do; BridgeError("tensor") if it is not in `DTYPES`."""
     name = np.dtype(dtype).name
     if name not in DTYPES:
         raise BridgeError(f"dtype {name} cannot be published; known: {', '.join(DTYPES)}", "tensor")
@@ -50,7 +50,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def digest(*parts: bytes | memoryview) -> bytes:
-    """First 16 bytes of SHA-256 over the concatenation: for manifests and configs; tensors have a fingerprint."""
+    """Computes the first 16 bytes of SHA-256 over the concatenated parts; for tensors see fingerprint.py."""
     state = hashlib.sha256()
     for part in parts:
         state.update(part)
@@ -58,7 +58,7 @@ def digest(*parts: bytes | memoryview) -> bytes:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array of any wire dtype, without a copy."""
+    """Views a contiguous array as bytes, without a copy; an array that is not contiguous is copied."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -87,11 +87,11 @@ _VOLATILE_CONFIG_KEYS = frozenset(
 
 
 def model_fingerprint(config: Mapping[str, Any]) -> bytes:
-    """Digest of a config.json: the same network gives the same 16 bytes, whoever wrote the file."""
+    """Computes 16 bytes that identify the network in a config.json; keys such as token ids do not change them."""
     kept = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS and v is not None}
     return digest(b"model", _canonical(kept))
 
 
 def scheme_hash(quantization_config: Mapping[str, Any] | None) -> bytes:
-    """Digest of a quantization_config (None: unquantized)."""
+    """Computes the 16-byte digest of a quantization_config (None: unquantized)."""
     return digest(b"scheme", _canonical(dict(quantization_config) if quantization_config else None))

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge: a small state machine around one engine. cli.py starts it.
+"""The bridge: a state machine around one engine that serves completions and loads published versions.
 
     announce v -> stage -> validate whole -> drain -> pause -> load in place -> read back -> resume at v
 
@@ -15,17 +15,17 @@
 | read back     | engine thread     | none (a few matmuls)   | fenced, last good restored   | test_failed_read_back_*  |
 | resume        | engine thread     | immediate              | cannot fail                  | test_publish_then_*      |
 
-Up to and including drain, a failure leaves the engine serving its old version, untouched.
+A failure up to and including drain leaves the engine serving its old version, unchanged.
 
 Engine states: "empty" (started without weights: waits for its first version), "serving", "draining", "loading",
-"reading_back", "fenced" (a load failed and nothing good could be restored; a complete new version lifts the fence).
-Completions leave the engine only in "serving" and "draining", so a completion is drawn wholly under one version; its
-spans say which. Requests that arrive while a version is being loaded wait and are drawn under the new one.
+"reading_back", "fenced" (a load failed and no good version could be restored; a complete new version ends this state).
+The engine computes completions only in "serving" and "draining", so one version draws a whole completion, and its spans
+name the version. Requests that arrive during a load wait, and are drawn under the new version.
 
-Who may touch what: the engine belongs to the main thread alone. One thread owns the socket (transport/zeromq.py). A
-thread per peer decodes, checks and validates, then hands the engine thread a job and waits, sending Progress so that
-either side notices the other's death. A lease is bound to its connection: when the trainer dies, however it dies, its
-connection closes, the next message that cannot reach it shows it, and the lease ends.
+Threads: only the engine thread (the main thread) calls the engine. One thread owns the socket (transport/zeromq.py). A
+thread for each peer decodes and validates requests, and hands jobs to the engine thread. While it waits it sends
+Progress, by which both ends notice a dead peer. A lease ends with its connection: when the trainer dies, the next
+message to it fails, and the bridge ends the lease.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ LAST_WORDS_S = 3.0  # how long a bridge that stops waits for its peers' threads,
 
 
 class Bridge:
-    """The state machine. `run()` in the main thread; `serve(listener)` starts the threads that talk."""
+    """The state machine. Call `serve(listener)`, which starts the socket's threads, then `run()` in the main thread."""
 
     def __init__(self, engine: Engine, log: Callable[[str], None] = lambda line: None, profile: str = ""):
-        """profile: folder that gets a profile of every load and read-back, by version, and one of some steps; empty:
-        none."""
+        """profile: folder for profiles of every load and read-back, and of a hundred steps; empty: no profiles."""
         self._engine = engine
         self._profile, self._steps = profile, Steps(profile, "steps")
         self._log = log
@@ -90,16 +89,16 @@ class Bridge:
     # Engine thread ---------------------------------------------------------------------------------------------------
 
     def adopt(self, copy: Copy) -> None:
-        """Makes the weights that the engine was started with a version that is known. Call it before `run`.
+        """Registers the engine's initial weights as a complete version. Call it before `run`.
 
-        They are loaded once more, from bytes that are kept, and read back.
+        The weights are loaded again from `copy`, which the bridge keeps, and read back.
         """
         copy.validate()
         commit = messages.Commit(digest=copy.manifest.digest, readback="sampled", drain_timeout_s=0)
         self._commit(copy, None, commit)
 
     def run(self) -> int:
-        """Drive the engine until stopped; returns the exit code."""
+        """Runs the engine until `stop`; returns the exit code (0 stopped, 3 the engine failed)."""
         try:
             while not self._stopping:
                 self._run_jobs(block=not self.draws.running)
@@ -146,7 +145,7 @@ class Bridge:
                     self._log(f"while stopping:\n{traceback.format_exc()}")
 
     def stop(self) -> None:
-        """Ask run() to return; safe from signal handlers and other threads."""
+        """Makes `run` return soon; safe to call from signal handlers and other threads."""
         self._stopping = True
         self._jobs.put(lambda: None)
 
@@ -241,7 +240,7 @@ class Bridge:
         return messages.Published(version=version, report=report)
 
     def _restore(self, version: messages.Version, error: Exception) -> None:
-        """Fence, bring the last good version back, and say so. Always raises BridgeError."""
+        """Restores the last good version after a failed load, and always raises BridgeError."""
         differs = self.state == "reading_back" and isinstance(error, BridgeError)  # a comparison, not a breakdown
         self.state = "fenced"
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -299,7 +298,7 @@ class Bridge:
     # Peers' threads --------------------------------------------------------------------------------------------------
 
     def serve(self, listener: Listener) -> None:
-        """Talk in the background until stopped; run() closes the listener at its end."""
+        """Starts to receive and answer messages in background threads; `run` closes the listener at its end."""
         self._listener = listener
         listener.start(on_peer=self._welcome, on_gone=self._release, on_end=self.stop)
 
@@ -310,7 +309,7 @@ class Bridge:
             self._peers[peer] = thread
 
     def _release(self, peer: Peer) -> None:
-        """Releases whatever a lost peer held."""
+        """Ends a lost peer's lease, drops its announced version, and closes copies in its GPU memory."""
         with self._lock:
             if self._lease.owner is peer:
                 self._log(f"lease of {self._lease.run_id} ended with its connection")
@@ -336,14 +335,14 @@ class Bridge:
         self._jobs.put(job)
 
     def _discard_pending(self) -> None:
-        """Caller holds the lock."""
+        """Drops the announced version and its copy. The caller holds the lock."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.copy is not None and not self._good.keeps(pending.copy):
             self._close_soon(pending.copy)
 
     def _forget_memory_of(self, peer: Peer) -> None:
-        """A version in device memory dies with the trainer that owns it: nothing may be restored from it any more.
-        The engine keeps serving what it loaded. Caller holds the lock."""
+        """Closes copies that lie in a lost trainer's GPU memory; no version can be restored from them any more. The
+        engine keeps serving the weights that it loaded. The caller holds the lock."""
         for copy in self._good.forget(peer):
             self._close_soon(copy)
         self._let_go_soon(self._engine.forget_trainer, "a trainer's buffers")
@@ -405,7 +404,7 @@ class Bridge:
                 return messages.Ok()
 
     def _look_for_the_dead(self, peer: Peer) -> None:
-        """Before somebody else's lease counts against `peer`."""
+        """Checks whether the lease's holder has died, before its lease makes the bridge refuse `peer`."""
         if self._lease.keeps_out(peer) and self._listener is not None:
             self._listener.sweep()
 
@@ -502,7 +501,7 @@ class Bridge:
         )
 
     def _receive(self, manifest: messages.Manifest, peer: Peer, memory: messages.NcclMemory) -> Copy:
-        """The announced version, from another GPU: in a thread of its own, while the trainer gets Progress."""
+        """Receives the announced version over NCCL in a thread, and sends Progress to the trainer meanwhile."""
 
         def check() -> None:
             if peer.gone:
@@ -525,7 +524,7 @@ class Bridge:
         pending: Pending,
         memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | messages.Changes | None,
     ) -> Copy:
-        """The announced version, wherever its bytes are."""
+        """Opens the announced version's bytes in the memory that Stage names, or in the received Chunks."""
         manifest, peer = pending.manifest, pending.owner
         if isinstance(memory, messages.NcclMemory):
             return self._receive(manifest, peer, memory)

@@ -1,11 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A version that was made of another by changes: its fingerprints from those of the other, without reading it all.
+"""Computes the fingerprints of a version that arrived as changes to a base, without reading all its bytes.
 
-A fingerprint is of the sums of a tensor's rows (protocol/fingerprint.py). A byte that changes moves its row's sums by a
-known amount, so that the sums of the new version follow from the old ones' and from what was applied: 0.1 % of the
-bytes instead of all of them. What was not touched was checked when it came, and is compared again when the engine's
-loader takes it (`HostCopy.checked_parts`).
+A fingerprint is the hash of a tensor's row sums (protocol/fingerprint.py). A changed byte moves its row's sums by a
+known amount. So the new sums follow from the base's sums and the changes, about 0.1 % of the bytes. Unchanged bytes
+were checked when the base arrived, and are checked again when the engine loads them (`HostCopy.checked_parts`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Sums:
     """Row sums of all tensors of a version.
 
     Attributes:
-      rows: [rows of all tensors, 2] uint32. first: [tensors + 1], where each tensor's begin.
-      starts, ends: [tensors], its bytes in the version.
+      rows: uint32 [rows of all tensors, 2]. first: int64 [tensors + 1], index of each tensor's first row.
+      starts, ends: int64 [tensors], byte range of each tensor in the version.
     """
 
     def __init__(self, manifest: messages.Manifest):
@@ -36,16 +35,16 @@ class Sums:
         self.rows = np.zeros((int(self.first[-1]), 2), np.uint32)
 
     def of(self, tensor: int) -> np.ndarray:
-        """[rows, 2]: those of a tensor, by its number in the manifest."""
+        """Returns the row sums of one tensor, [rows, 2], by its index in the manifest."""
         return self.rows[self.first[tensor] : self.first[tensor + 1]]
 
 
 class Changes:
-    """The changes since the base, gathered while they are applied (`delta.apply` calls this object from its threads).
+    """A record of changed bytes and updated row sums; `delta.apply` calls it from its threads.
 
     Args:
-      base: the version that is changed, with its sums.
-      manifest: the new version, with the same layout.
+      base: manifest of the version that is changed. sums: its row sums.
+      manifest: manifest of the new version, with an equal layout.
     """
 
     def __init__(self, base: messages.Manifest, sums: Sums, manifest: messages.Manifest):
@@ -57,7 +56,7 @@ class Changes:
 
     @staticmethod
     def fit(base: messages.Manifest, manifest: messages.Manifest) -> bool:
-        """Tells whether both lay their tensors out alike."""
+        """Tells whether both manifests list equal tensor names, dtypes, shapes and offsets."""
 
         def layout(of: messages.Manifest) -> list[tuple[object, ...]]:
             return [(entry.name, entry.dtype, tuple(entry.shape), entry.offset) for entry in of.tensors]
@@ -65,7 +64,7 @@ class Changes:
         return layout(base) == layout(manifest)
 
     def __call__(self, places: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Bytes at `places` (int64, ascending) were `before`, and are `after`; all [n], the last two uint8."""
+        """Records that bytes at `places` (int64 [n], ascending) changed from `before` to `after` (uint8 [n])."""
         sums = self.sums
         tensor = np.searchsorted(sums.starts, places, "right") - 1
         own = places < sums.ends[tensor]  # not in the gap behind a tensor
@@ -85,20 +84,20 @@ class Changes:
 
     @functools.cached_property
     def _places(self) -> np.ndarray:
-        """All bytes that have changed, ascending; asked for once all is applied."""
+        """The positions of all changed bytes, ascending; read it once all changes are applied."""
         return np.concatenate([np.zeros(0, np.int64), *sorted(self._calls, key=lambda places: int(places[0]))])
 
     def _within(self, tensor: int) -> np.ndarray:
-        """Finds the changes of a tensor, by its number in the manifest."""
+        """Finds the positions of changed bytes within a tensor, by its index in the manifest."""
         start = self.sums.starts[tensor]
         return self._places[slice(*np.searchsorted(self._places, (start, self.sums.ends[tensor])))] - start
 
     def elements(self, tensor: int, itemsize: int) -> np.ndarray:
-        """Lists the changed elements of a tensor; empty: the tensor is the base's."""
+        """Lists the indices of changed elements in a tensor; empty if the tensor did not change."""
         return np.unique(self._within(tensor) // itemsize)
 
     def digest(self, tensor: int) -> bytes:
-        """The fingerprint of a tensor as it is now."""
+        """Returns the fingerprint of a tensor of the new version, by its index in the manifest."""
         if not len(self._within(tensor)):
             return self._base.tensors[tensor].digest
         return fingerprint.digest_of_sums(self.sums.of(tensor))

@@ -1,11 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked weight transfer: a version comes part by part through a buffer on the engine's GPU, smaller than the version.
+"""Chunked weight transfer: a version comes part by part through a GPU buffer that is smaller than the version.
 
-A part has whole layers. The reader of the version asks for one part after the other. The trainer writes the part into
-the buffer and answers. The bridge reads a version three times: to check every byte and value before anything is
-replaced (`validate`), to load, and to read back. A part that is read again must equal the part that was checked
-(`staged.Copy.confirm`).
+A part has whole layers. The bridge asks for one part after the other; the trainer writes it into the buffer and
+answers. The bridge reads a version three times: to check every byte and value before any weight is replaced
+(`validate`), to load, and to read back. A part that is read again must equal the checked part (`staged.Copy.confirm`).
 
 The bridge keeps nothing of a chunked version, so it cannot restore one after a failed load.
 """
@@ -25,7 +24,7 @@ from qarl_bridge.server.staged import Copy
 
 
 class Fetches:
-    """A queue of parts between the thread that reads a version and the thread that asks the trainer."""
+    """Passes requests for parts from the thread that reads a version to the thread that talks to the trainer."""
 
     _error: BridgeError | None
 
@@ -34,7 +33,7 @@ class Fetches:
         self._error = BridgeError("a chunked version cannot be read again", "dead")
 
     def fetch(self, part: int) -> None:
-        """Returns when the buffer has the part.
+        """Requests a part and waits until the buffer holds it. Called by the reading thread.
 
         Raises:
           BridgeError: the trainer gave up, or is gone.
@@ -47,36 +46,36 @@ class Fetches:
             raise error
 
     def begin(self) -> None:
-        """Begins to listen in `wanted`."""
+        """Opens the queue, so that `fetch` may be called."""
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._brought: queue.SimpleQueue[BridgeError | None] = queue.SimpleQueue()
         self._error = None
 
     def wanted(self, timeout_s: float) -> int | None:
-        """The next part to bring; None once `stop` was called. queue.Empty: none is wanted yet."""
+        """Waits for the index of the next requested part; None after `stop`, queue.Empty after `timeout_s` seconds."""
         return self._wanted.get(timeout=timeout_s)
 
     def stop(self) -> None:
-        """Ends `wanted`."""
+        """Makes `wanted` return None."""
         self._wanted.put(None)
 
     def bring(self, error: BridgeError | None = None) -> None:
-        """Reports that the buffer has the wanted part, or the error that keeps it away."""
+        """Answers the waiting `fetch`: the buffer holds the part, or `error` prevents it."""
         self._brought.put(error)
 
     def end(self, error: BridgeError) -> None:
-        """Stops listening: a waiting `fetch` and later ones raise the error."""
+        """Closes the queue: a waiting `fetch` and later ones raise `error`."""
         self._error = error
         self._brought.put(error)
 
 
 class ChunkedCopy:
-    """Implements staged.Copy.
+    """A version of which the GPU buffer holds one part at a time; implements `staged.Copy`.
 
     Args:
-      manifest: checked already (`manifest.check_manifest`).
-      ends: indices of parts' ends, see messages.DeviceMemory.
-      open_part: a part's manifest -> a copy in the buffer.
+      manifest: a manifest that `manifest.check_manifest` has checked.
+      ends: for each part the index of the tensor after its last one, see messages.DeviceMemory.
+      open_part: a function from a part's manifest to a copy of the part in the buffer.
     """
 
     borrowed = True
@@ -124,7 +123,7 @@ class ChunkedCopy:
 
 
 def _parts(manifest: messages.Manifest, ends: Sequence[int]) -> list[messages.Manifest]:
-    """Returns each part as a version of its own, from the buffer's first byte on."""
+    """Makes a manifest for each part, with offsets from the buffer's first byte."""
     tensors, parts = manifest.tensors, []
     if any(b <= a for a, b in itertools.pairwise([0, *ends])) or [*ends][-1:] != [len(tensors)]:
         raise BridgeError(f"the parts of {manifest.version} do not make the version", "torn")

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of an engine to the state machine. `engine.VllmEngine` and `fake_engine.FakeEngine` implement it."""
+"""Defines the interface `Engine` that the state machine calls; `VllmEngine` and `FakeEngine` implement it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qarl_bridge.server.staged import Copy
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """One completed request: tokens [n] int32, logprobs [n] float32, "stop" or "length"; routed [positions, layers, k]
-    int16 where the engine records it."""
+    """One completed request: tokens [n] int32, logprobs [n] float32, finish reason "stop", "length" or "abort", and
+    the recorded experts `routed`, int16 [positions, layers, k], or None."""
 
     request_id: str
     tokens: np.ndarray
@@ -27,13 +27,13 @@ class Finished:
 
 
 Parts = Iterable[Mapping[str, Any]]
-"""A version's tensors by name, chunked by whole layers. It may be gone through more than once; what a part gave is
-there until the next one is asked for, or for good (`lasts`)."""
+"""A version's tensors by name, in parts of whole layers. It may be iterated several times. A part's tensors stay valid
+until the next part is requested, or longer where `lasts` is true."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweeps:
-    """Parts, by a function that goes through them once."""
+    """A re-iterable `Parts`: each iteration calls `begin`. lasting: tensors stay valid after their part."""
 
     begin: Callable[[], Iterator[Mapping[str, Any]]]
     lasting: bool
@@ -43,13 +43,13 @@ class Sweeps:
 
 
 def lasts(parts: Parts) -> bool:
-    """Tells whether tensors of a part may be kept when the next one is asked for."""
+    """Tells whether a part's tensors stay valid after the next part is requested."""
     return getattr(parts, "lasting", True)
 
 
 class Engine(Protocol):
-    """One thread calls it, except `open_device` and `receive`. Tensors are numpy arrays, or torch tensors on the
-    engine's GPU."""
+    """The interface of an inference engine. One thread calls all methods except `open_device` and `receive`. Tensors
+    are numpy arrays, or torch tensors on the engine's GPU."""
 
     facts: messages.Facts
     expected: Mapping[str, messages.Expected]  # exactly the tensors a version must hold
@@ -57,40 +57,40 @@ class Engine(Protocol):
     has_weights: bool  # False: started without weights, nothing may be drawn before the first version
 
     def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:
-        """Queue one completion."""
+        """Queues a request for one completion."""
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
+        """Cancels requests."""
 
     def step(self) -> list[Finished]:
-        """Advance every running request; return those that ended."""
+        """Computes one step of all running requests (continuous batching); returns those that ended."""
 
     def running(self) -> int:
-        """Unfinished requests."""
+        """Counts the unfinished requests."""
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """A version that lies in a buffer on the engine's GPU; BridgeError("unshared") if it cannot be reached."""
+        """Maps a version in the trainer's buffer on this engine's GPU; BridgeError("unshared") if it cannot."""
 
     def forget_trainer(self) -> None:
-        """The trainer is gone: let go of what is kept of its memory between versions."""
+        """Unmaps the memory of a trainer that is gone."""
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """A version that comes from another GPU. `check` is called while waiting; what it raises ends that.
-        BridgeError("unshared") if nothing can come."""
+        """Receives a version from another GPU over NCCL; BridgeError("unshared") if it cannot.
+        check: a callback, polled during the wait; an exception that it raises ends the wait."""
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
-        """Replace all weights in place and forget everything computed with the old ones (prefix and KV cache).
-        partial: replace those that are given; each module is given whole or not at all."""
+        """Replaces all weights in place and clears the prefix and KV caches.
+        partial: replaces only the given weights, which make whole modules."""
 
     def restore_initial(self) -> bool:
-        """Load the weights the engine was started with; False if there are none."""
+        """Reloads the weights with which the engine was started; returns False if there are none."""
 
     def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
-        """Compare live layers with `parts` ("sampled" or "full"); (weights, input rows) compared, or BridgeError.
-        partial: `parts` has some layers."""
+        """Compares live weights with `parts`, all (mode "full") or some ("sampled", by `seed`); BridgeError if they
+        differ. Returns counts of (weights, input rows) compared. partial: `parts` has only some layers."""
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """Prefill `prompt` and record what goes into and comes out of live modules; BridgeError if it cannot."""
+        """Prefills `prompt` and records the inputs and outputs of the named modules; BridgeError if it cannot."""
 
     def close(self) -> None:
-        """Free everything."""
+        """Frees the engine's memory and processes."""

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that computes nothing: tokens are a hash of (weights, prompt, seed, position). For protocol tests.
+"""A fake engine for protocol tests: each token is a hash of (weights, prompt, seed, position).
 
-It keeps the promises the state machine relies on: what is drawn depends on the loaded bytes and on nothing else,
-loading is in place, read-back compares what it holds. It can be set to fail: `fail_load`, `fail_read_back`, `stall`.
+Like a real engine it samples as a function of the loaded bytes, loads in place, and compares the held bytes in a
+read-back. Tests can make it fail: `fail_load`, `fail_read_back`, `stall`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qarl_bridge.server.staged import Copy
 
 
 class FakeEngine:
-    """See the module docstring. `vocab_size` comes from the config."""
+    """Implements `engine_api.Engine` without a model, for tests. `config` must have `vocab_size`."""
 
     def __init__(
         self,
@@ -62,20 +62,20 @@ class FakeEngine:
         self.receiver: Callable[[messages.Manifest, messages.NcclMemory, Callable[[], None]], Copy] | None = None
 
     def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:
-        """Queue one completion."""
+        """Queues a request for one completion."""
         self._requests[request_id] = (draw, sampling, [], [])
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
+        """Cancels requests."""
         for request_id in request_ids:
             del self._requests[request_id]
 
     def running(self) -> int:
-        """Unfinished requests."""
+        """Counts the unfinished requests."""
         return len(self._requests)
 
     def step(self) -> list[Finished]:
-        """One token for everybody."""
+        """Samples one token for every request; returns the requests that ended. With `stall` it does nothing."""
         finished: list[Finished] = []
         if self.stall:
             time.sleep(0.001)  # the bridge asks again at once; its other threads need the interpreter too
@@ -94,7 +94,7 @@ class FakeEngine:
         return finished
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
-        """Copy in place."""
+        """Copies the tensors; fails after the first one while `fail_load` is positive."""
         self._state = b"half loaded"
         self.loads += 1
         for index, (name, array) in enumerate(pair for part in parts for pair in part.items()):
@@ -109,46 +109,46 @@ class FakeEngine:
         self._state = state.digest()
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """Through `mapper`, which a test sets: a function from the memory to a host view of it."""
+        """Calls `mapper`, which a test sets, to open the memory; BridgeError("unshared") without one."""
         if self.mapper is None:
             raise BridgeError("this engine has no GPU", "unshared")
         return self.mapper(manifest, memory)
 
     def forget_trainer(self) -> None:
-        """Counts."""
+        """Increments `trainers_forgotten`."""
         self.trainers_forgotten += 1
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """Through `receiver`, which a test sets."""
+        """Calls `receiver`, which a test sets, to get the version; BridgeError("unshared") without one."""
         if self.receiver is None:
             raise BridgeError("this engine has no GPU", "unshared")
         return self.receiver(manifest, memory, check)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """The prompt, as it came, into every module, and out of it."""
+        """Returns the prompt, int32, as both input and output of every named module."""
         tokens = messages.Array.of(np.asarray(prompt, np.int32))
         return [messages.Recorded(module=name, inputs=[tokens], outputs=[tokens]) for name in modules]
 
     def restore_initial(self) -> bool:
-        """Back to the state before the first load."""
+        """Restores the state before the first load; returns False if the engine started without weights."""
         if not self.has_weights:
             return False
         self._state = b"initial"
         return True
 
     def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
-        """Compare everything held."""
+        """Compares all held tensors with `parts`; fails while `fail_read_back` is positive."""
         if self.fail_read_back:
             self.fail_read_back -= 1
             raise BridgeError("simulated read-back difference", "engine")
         return compare(self.held, parts)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing."""
 
 
 def compare(held: Mapping[str, np.ndarray], parts: Parts) -> tuple[int, int]:
-    """(weights, rows) of a read-back by an engine that keeps what it was given; BridgeError if it is something else."""
+    """Compares held tensors with published ones, byte for byte; returns counts of (weights, rows) or BridgeError."""
     weights = rows = 0
     for name, array in (pair for part in parts for pair in part.items()):
         if messages.as_bytes(held[name]) != messages.as_bytes(array):

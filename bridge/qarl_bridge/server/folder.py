@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a model folder, as a version has them."""
+"""Reads a model folder's weights in the form of a published version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qarl_bridge.protocol.tensors import SAFETENSORS_DTYPES
 
 
 def tensors(path: str, expected: Mapping[str, messages.Expected]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) of the tensors that are expected: experts as stacks, adapters zeros."""
+    """Yields (name, array) for each expected tensor: experts stacked, adapters as zeros."""
     found = {}
     for file in sorted(name for name in os.listdir(path) if name.endswith(".safetensors")):
         begin, header = safetensors_header(os.path.join(path, file))

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of what serves: to restore it, to compare it with the live engine, and to make the next version of it.
+"""Keeps the bytes of the serving version: to restore it, to read it back, and to apply the next changes to it.
 
-A version is complete, or it replaces some tensors of a complete one (`messages.Manifest.base`). The bridge keeps the
-complete one, and of those over it the last.
+A version is complete, or partial: it replaces some tensors of a complete one (`messages.Manifest.base`). The bridge
+keeps the complete version and the last partial one over it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from qarl_bridge.transport.zeromq import Peer
 
 
 class Good:
-    """The versions that make what serves. Callers hold the bridge's lock, or are the engine's thread, which alone
-    changes it but for `forget`.
+    """The last good version: a complete version and, if one was published, the last partial version over it.
+
+    Callers hold the bridge's lock or run on the engine's thread. Other threads may change it by `forget` only.
 
     Attributes:
-      serving: the digest of the manifest that serves.
-      complete: the manifest of the complete version under it; None: the engine holds none that is known.
-      is_read_back: whether the engine was compared with that.
-      last: the copy that came last; None: it is not kept.
+      serving: digest of the serving version's manifest.
+      complete: manifest of the complete version in the engine; None: unknown.
+      is_read_back: whether the complete version was read back after its load.
+      last: copy of the version that was loaded last; None: not kept.
     """
 
     def __init__(self) -> None:
@@ -40,11 +41,11 @@ class Good:
         self._trainer: tuple[str, int] | None = None
 
     def check(self, manifest: messages.Manifest) -> None:
-        """Refuses a partial version that would not be what its manifest says.
+        """Refuses a partial version whose base is not what the engine holds.
 
         Raises:
-          BridgeError: its base is not in the engine ("base"; "foreign_base" where another trainer or the folder put
-            one there), or a tensor that it keeps was replaced there ("torn"; "base" where another trainer did it).
+          BridgeError: the engine has another base or none ("base"; "foreign_base" if another trainer or the folder
+            put it there), or a tensor that should stay was replaced ("torn"; "base" if another trainer replaced it).
         """
         if not manifest.base:
             return
@@ -77,7 +78,7 @@ class Good:
         )
 
     def put(self, copy: Copy, owner: Peer | None, *, is_read_back: bool) -> list[Copy]:
-        """Takes in a copy that serves from now on; returns those that are not needed any more."""
+        """Stores the copy of the version that serves from now on; returns the copies that the caller must close."""
         before = self._copies()
         self.serving, self._trainer = copy.manifest.digest, _trainer(copy.manifest)
         self.last = None if isinstance(copy, ChunkedCopy) else copy  # nothing is left of a chunked one
@@ -97,11 +98,11 @@ class Good:
         return [copy for copy in copies if copy is not None]
 
     def keeps(self, copy: Copy) -> bool:
-        """Tells whether this copy is one of them."""
+        """Tells whether a copy is one of the kept ones."""
         return any(copy is one for one in self._copies())
 
     def forget(self, peer: Peer) -> list[Copy]:
-        """Lets go of copies in memory that ends with its owner."""
+        """Drops and returns the copies that lie in the memory of `peer`, whose process has ended."""
         gone = [copy for copy in self._copies() if copy.borrowed and self._owners.get(id(copy)) is peer]
         for copy in gone:
             self.last = None if self.last is copy else self.last
@@ -109,25 +110,25 @@ class Good:
         return gone
 
     def lose(self) -> None:
-        """Notes that the engine holds no version that is known."""
+        """Records that the engine's weights are unknown, after a failed load."""
         self.serving, self.complete = b"", None
 
     def clear(self) -> list[Copy]:
-        """Lets go of all copies."""
+        """Drops and returns all copies; the caller closes them."""
         gone = self._copies()
         self.last = self._base = None
         return gone
 
     @property
     def is_there(self) -> bool:
-        """Tells whether all bytes of what serves are kept."""
+        """Tells whether all bytes of the serving version are kept, so that it can be restored."""
         return self.last is not None and self._base is not None
 
     def sweep(self, begin: Callable[[Copy], Iterator[Mapping[str, Any]]]) -> Iterator[Mapping[str, Any]]:
-        """Yields all tensors of what serves, in parts: those of the base that were not replaced, then the others.
+        """Yields all tensors of the serving version, in parts: first the base's, without replaced ones, then the rest.
 
         Args:
-          begin: `parts` or `checked_parts`, of a copy.
+          begin: a function that calls `parts` or `checked_parts` of a copy.
         """
         assert self.last is not None
         assert self._base is not None
@@ -137,7 +138,7 @@ class Good:
             yield from begin(self.last)
 
     def confirm(self) -> None:
-        """Raises BridgeError("torn") if bytes may have changed while they were read."""
+        """Checks that kept copies did not change while they were read; BridgeError("torn") otherwise."""
         for copy in self._copies():
             copy.confirm()
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The row sums of fingerprint.py in one pass over a GPU's memory, as a Triton kernel.
+"""A Triton kernel that computes the row sums of fingerprint.py in one pass over GPU memory.
 
-Written with torch's own operations they take a dozen passes over temporaries of twice the size, and a publish needs
-them twice. Triton comes with every CUDA build of torch. Import this where a GPU is used only.
+With torch's operations they take a dozen passes over temporaries of twice the size, and a publish needs them twice.
+Triton comes with every CUDA build of torch. Import this module only where a GPU is used.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _row_sums(words, out, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
 
 
 def row_sums(buffer: Any) -> Any:
-    """[rows, 2] int32 (the sums' bits) on the device of `buffer`, a uint8 tensor of whole rows.
+    """Computes the row sums of a uint8 GPU tensor of whole rows of 4 KiB; see fingerprint.py.
 
-    A row is `fingerprint.WORDS` 16-bit words; the definition of its two sums is there.
+    Returns [rows, 2] int32, the bits of the uint32 sums, on the GPU.
     """
     words = buffer.view(torch.int32)
     count = words.numel() // _PAIRS

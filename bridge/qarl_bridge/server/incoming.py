@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A version on its way in: what was announced, and the bytes that have arrived where no memory is shared."""
+"""Holds an announced version until it is committed, and gathers its bytes if they arrive in Chunks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from qarl_bridge.transport.zeromq import Peer
 
 
 class Spare:
-    """A copy of the version that serves, for the next changes to be written into.
+    """A background copy of the serving version, into which the next version's changes are written.
 
-    Copying takes longer than the changes do: fresh memory is slow. So it is done when nobody waits, once a version has
-    come as changes; it is memory that the next version would take anyway.
+    Copying into fresh memory takes longer than applying changes, so it runs ahead, after a version has come as changes.
+    The next version needs the memory anyway.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Spare:
         self._made: Future[tuple[int, np.ndarray]] | None = None
 
     def prepare(self, base: HostCopy) -> None:
-        """Begins a copy; returns at once."""
+        """Starts to copy `base` in a background thread."""
         made: Future[tuple[int, np.ndarray]] = Future()
 
         def copy() -> None:
@@ -45,14 +45,14 @@ class Spare:
         threading.Thread(target=copy, daemon=True, name="spare").start()
 
     def take(self, base: HostCopy) -> tuple[int, np.ndarray]:
-        """(memory file, all of it to write into): a copy of a version, made by now or made now. The caller's."""
+        """Returns (descriptor, writable uint8 view) of a copy of `base`, prepared or made now. The caller closes it."""
         if self._of is not base or self._made is None:
             return _copied(base)
         made, self._of, self._made = self._made, None, None
         return made.result()
 
     def drop(self) -> None:
-        """Lets go of what nobody took. Idempotent."""
+        """Frees a prepared copy that was not taken. Idempotent."""
         made, self._of, self._made = self._made, None, None
         if made is not None:
             made.add_done_callback(lambda done: None if done.exception() else os.close(done.result()[0]))
@@ -75,8 +75,8 @@ class Pending:
 
     Attributes:
       owner: the peer that announced it.
-      received: memory file with the chunks so far; -1: none came, or they became a copy.
-      high_water: bytes of all chunks that came.
+      received: descriptor of the memory file with the chunks so far; -1: none came, or `copy` has them.
+      high_water: number of bytes received in chunks.
       copy: the validated version; None until it is staged.
     """
 
@@ -87,10 +87,10 @@ class Pending:
     copy: Copy | None = None
 
     def append(self, chunk: messages.Chunk, data: bytes) -> None:
-        """Takes the next bytes.
+        """Appends a Chunk's bytes.
 
         Raises:
-          BridgeError: they are not the next ones ("torn"), or the version is staged already ("bad_state").
+          BridgeError: the chunk is out of order or too long ("torn"), or the version is already staged ("bad_state").
         """
         if self.copy is not None:
             raise BridgeError("the version is already staged", "bad_state")
@@ -104,10 +104,10 @@ class Pending:
         self.high_water += len(data)
 
     def received_copy(self) -> HostCopy:
-        """The chunks as a version, which has them from here on.
+        """Makes a version of the received chunks and hands it their memory file.
 
         Raises:
-          BridgeError: some are missing ("torn").
+          BridgeError("torn"): bytes are missing.
         """
         if self.high_water != self.manifest.total_bytes:
             raise BridgeError(
@@ -118,10 +118,10 @@ class Pending:
         return self._held(fd if fd >= 0 else shm.create(0))
 
     def changed_copy(self, base: Copy | None, digest: bytes, spare: Spare) -> HostCopy:
-        """The chunks as changes to `base`, which stays as it is, and the version that makes. `spare`: has copies of it.
+        """Makes a version by applying the received chunks as changes (delta.py) to a copy of `base` from `spare`.
 
         Raises:
-          BridgeError: the base is another ("unshared"), or the changes are not to bytes laid out so ("torn").
+          BridgeError: `base` does not have this digest ("unshared"), or the changes do not fit it ("torn").
         """
         if not isinstance(base, HostCopy) or base.manifest.digest != digest:
             raise BridgeError("the changes are to a version that this bridge does not hold", "unshared")

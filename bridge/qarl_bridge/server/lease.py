@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The right to publish: one run at a time, over one connection, and never a run that was resumed since."""
+"""The publishing lease: one connection at a time may publish, and never an outdated process of a resumed run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qarl_bridge.transport.zeromq import Peer
 
 
 class Lease:
-    """Held by one connection or by none; it remembers the last holder. Callers hold the bridge's lock.
+    """The publishing lease and its current and last holder. Callers hold the bridge's lock.
 
     Attributes:
-      owner: the connection that holds it; None: nobody does.
-      run_id, incarnation: the holder's. An incarnation counts how often a run was resumed.
+      owner: the connection that holds the lease; None: free.
+      run_id, incarnation: the holder's. The incarnation grows each time a run is started or resumed.
     """
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class Lease:
         self._last = ("", 0)
 
     def keeps_out(self, peer: Peer) -> bool:
-        """Tells whether somebody else holds it."""
+        """Tells whether a connection other than `peer` holds the lease."""
         return self.owner not in (None, peer)
 
     def acquire(self, run_id: str, incarnation: int, peer: Peer) -> None:
-        """Gives it to `peer`.
+        """Gives the lease to `peer`.
 
         Raises:
-          BridgeError: another connection holds it ("lease"), or the run was resumed since ("stale").
+          BridgeError: another connection holds it ("lease"), or the run was resumed with a later incarnation ("stale").
         """
         if self.keeps_out(peer):
             raise BridgeError(
@@ -46,12 +46,12 @@ class Lease:
         self._last = (run_id, incarnation)
 
     def require(self, peer: Peer, version: messages.Version | None = None) -> None:
-        """Raises BridgeError("lease") unless `peer` holds it, and `version` is one of its run."""
+        """Raises BridgeError("lease") unless `peer` holds the lease and `version` belongs to its run."""
         if self.owner is not peer:
             raise BridgeError("publishing needs the lease: send Acquire first", "lease")
         if version is not None and (version.run_id, version.incarnation) != (self.run_id, self.incarnation):
             raise BridgeError(f"{version} is not of the leased {self.run_id}/{self.incarnation}", "lease")
 
     def end(self) -> None:
-        """Takes it from its holder."""
+        """Ends the lease."""
         self.owner = self.run_id = None

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of an engine that loads, reads back and samples."""
+"""Writes cProfile profiles of an engine's loads, read-backs and sampling steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def profiled(folder: str, name: str) -> Iterator[None]:
-    """Profiles a block into DIR/NAME.prof for tools and DIR/NAME.txt for people."""
+    """Profiles a `with` block into FOLDER/NAME.prof and, as text, FOLDER/NAME.txt; an empty folder disables it."""
     if not folder:
         yield
         return
@@ -27,21 +27,21 @@ def profiled(folder: str, name: str) -> Iterator[None]:
 
 
 class Steps:
-    """A profile of a repeated action, from its repetition `FIRST` to `LAST`.
+    """A profile of calls number `FIRST` to `LAST` of a repeated action.
 
-    Where a GPU computes, the functions that wait for it stand in the profile with the time that they waited.
+    On a GPU, a function's time includes its waits for the GPU.
     """
 
     FIRST, LAST = 200, 299
 
     def __init__(self, folder: str, name: str):
-        """folder: as of `profiled`."""
+        """folder, name: as in `profiled`."""
         self._folder, self._name = folder, name
         self._done = 0
         self._profile = cProfile.Profile()
 
     def run(self, step: Callable[[], None]) -> None:
-        """Do it once more."""
+        """Calls `step`, with the profiler on for calls number `FIRST` to `LAST`; then writes the profile."""
         if not self._folder or not self.FIRST <= self._done <= self.LAST:
             step()
         else:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Completions on their way: requests that wait, run and are gathered into replies, each with its version."""
+"""Queues completion requests, submits them to the engine, and gathers completions into replies with their version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_WAITING = 1 << 20
 
 
 class Batch:
-    """Draws of one Generate request; `future` gets the reply."""
+    """One Generate request and its completions so far; `future` gets the reply once all have ended."""
 
     def __init__(self, message: messages.Generate):
         self.message = message
@@ -29,7 +29,7 @@ class Batch:
         self.future: concurrent.futures.Future[messages.Completions] = concurrent.futures.Future()
 
     def news(self) -> list[messages.Ended]:
-        """The completions that ended since the last call. From any one thread."""
+        """Returns the completions that ended since the last call. One thread at a time may call it."""
         found = []
         while self.ended:
             index = self.ended.popleft()
@@ -40,7 +40,7 @@ class Batch:
 
 
 class Draws:
-    """All of an engine's. Everything runs on the engine thread, except `check` and reading the lengths."""
+    """All completion requests of an engine. Other threads than the engine's may only call `check` and read lengths."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -50,7 +50,7 @@ class Draws:
         self.waiting: collections.deque[tuple[Batch, int]] = collections.deque()
 
     def check(self, request: messages.Generate) -> None:
-        """Refuse a request that this engine cannot serve: BridgeError("limits")."""
+        """Raises BridgeError("limits") for a request that exceeds max_model_len, the vocabulary, or the queue."""
         facts, sampling = self._engine.facts, request.sampling
         for index, draw in enumerate(request.draws):
             limit = draw.under(sampling).max_tokens
@@ -68,12 +68,12 @@ class Draws:
             raise BridgeError(f"more than {MAX_WAITING} draws are waiting", "limits")
 
     def add(self, batch: Batch) -> None:
-        """Queue a batch."""
+        """Appends all draws of a batch to the waiting ones."""
         self._batches[batch] = next(self._numbers)
         self.waiting.extend((batch, index) for index in range(len(batch.message.draws)))
 
     def admit(self, version: messages.Version) -> None:
-        """Hand everything that waits to the engine, to be drawn under `version`."""
+        """Submits all waiting draws to the engine; their completions are marked as sampled under `version`."""
         while self.waiting:
             batch, index = self.waiting.popleft()
             if batch not in self._batches:
@@ -84,7 +84,7 @@ class Draws:
             self.running[request_id] = (batch, index, version)
 
     def step(self) -> None:
-        """One engine step; batches that are complete get their reply."""
+        """Runs one engine step, and completes the futures of batches whose last completion ended in it."""
         for done in self._engine.step():
             batch, index, version = self.running.pop(done.request_id)
             count = len(done.tokens)
@@ -105,7 +105,7 @@ class Draws:
                 batch.future.set_result(messages.Completions(completions=[d for d in batch.drawn if d is not None]))
 
     def abort(self, batch: Batch) -> None:
-        """Forget a batch whose client is gone."""
+        """Cancels the draws of a batch whose client is gone."""
         self._batches.pop(batch, None)
         mine = [request_id for request_id, (owner, _, _) in self.running.items() if owner is batch]
         self._engine.abort(mine)
@@ -113,7 +113,7 @@ class Draws:
             del self.running[request_id]
 
     def fail_all(self, error: BridgeError) -> None:
-        """Tell everybody who waits for a reply."""
+        """Fails the futures of all batches with `error`."""
         for batch in self._batches:
             batch.future.set_exception(error)
         self._batches.clear()

@@ -1,10 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Versions on the bridge's side: their bytes, what is checked of them, and how they reach the engine's loader.
+"""Holds a staged version on the bridge's side, validates its bytes, and yields its tensors to the engine's loader.
 
-A version's bytes lie in host memory (`HostCopy`: a sealed memory file, or what came in chunks) or on the engine's GPU
-(`staged_gpu.DeviceCopy`: in a buffer of the trainer's, or of the engine's own where they came from another GPU). Both
-are a `Copy`; nothing else asks which.
+The bytes lie in host memory (`HostCopy`: a memory file of the trainer, or received chunks) or on the engine's GPU
+(`staged_gpu.DeviceCopy`: in the trainer's buffer, or in the engine's after an NCCL broadcast). Both implement `Copy`.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from qarl_bridge.server.changed import Changes, Sums
 
 
 class Copy(Protocol):
-    """A staged version. Tensors are numpy arrays on the host and torch tensors on a device."""
+    """The interface of a staged version. Tensors are numpy arrays on the host and torch tensors on a GPU."""
 
     manifest: messages.Manifest
     borrowed: bool  # the memory is the trainer's, and ends with it
 
     def validate(self) -> None:
-        """Every tensor against its fingerprint and for values that must not be; BridgeError names the first bad one."""
+        """Checks every tensor's fingerprint, finite values and scales; BridgeError names the first bad tensor."""
 
     def parts(self) -> Iterator[Mapping[str, Any]]:
-        """All tensors by name, read only, chunked by whole layers in manifest order. A part is no longer there when
-        the next one is asked for."""
+        """Yields all tensors by name, read only, in parts of whole layers in manifest order. A part's tensors are valid
+        until the next part is requested."""
 
     def checked_parts(self) -> Iterator[Mapping[str, Any]]:
-        """Yields tensors as `parts` does, for the engine's loader. Fingerprints are checked as a part is handed
-        over, or, on a GPU, by `confirm`."""
+        """Yields tensors as `parts` does, for the engine's loader, and checks fingerprints again. On a GPU `confirm`
+        checks them."""
 
     def confirm(self) -> None:
-        """After a load: BridgeError if the bytes may have changed while they were read."""
+        """Checks after a load that the bytes did not change while they were read; BridgeError("torn") otherwise."""
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Closes or unmaps the memory. Idempotent."""
 
 
 class HostCopy:
-    """A version in memory that nobody can write to any more.
+    """A version in sealed host memory; implements `Copy`.
 
     Args:
-      manifest: checked already (`manifest.check_manifest`).
+      manifest: a manifest that `manifest.check_manifest` has checked.
       buffer: [total_bytes] uint8, read only.
-      fd: the memory file's descriptor, where this process may show it to others; -1: it may not.
-      changes: the difference to the valid version it was made of; None: it came whole.
+      fd: descriptor of the memory file, if other processes may open it; otherwise -1.
+      changes: the changes to a valid base from which the version was made; None: it was sent whole.
 
     Attributes:
-      of_changes: whether it was made of another. sums: of the rows of its tensors, once it is valid.
+      of_changes: whether it was made from changes. sums: row sums of its tensors, once validated.
     """
 
     borrowed = False  # the kernel keeps it while it is mapped
@@ -110,7 +109,7 @@ _AT_ONCE = 1 << 20  # elements: what is made of them stays in cache
 
 
 def has_nonfinite(array: np.ndarray) -> bool:
-    """Tells whether any value is NaN or infinite; exact on the bits, so that no dtype needs converting."""
+    """Tells whether any value is NaN or infinite; it tests the bits of bfloat16 and float8 without conversion."""
     if array.size <= _AT_ONCE:
         return _has_nonfinite(array)
     flat = array.reshape(-1)
@@ -129,13 +128,21 @@ def _has_nonfinite(array: np.ndarray) -> bool:
     return False
 
 
-def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarray:
-    """Refuse bytes that differ from the manifest, non-finite values, and scales that are negative or all zero.
+def _range(array: np.ndarray) -> tuple[float, float]:
+    """(least, most) of finite values, exact: float32 holds every 8 and 16-bit float, which numpy compares slowly."""
+    flat = array.reshape(-1)
+    cuts = (flat[start : start + _AT_ONCE].astype(np.float32, copy=False) for start in range(0, flat.size, _AT_ONCE))
+    ends = [(float(cut.min()), float(cut.max())) for cut in cuts]
+    return min(low for low, _ in ends), max(high for _, high in ends)
 
-    One NaN in a scale would poison the engine's KV cache beyond the next good version, so none may come near it.
+
+def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarray:
+    """Checks a tensor's fingerprint, finite values, and scales (not negative, not all zero); BridgeError otherwise.
+
+    A loaded NaN could stay in the engine's KV cache even after the next good version.
 
     Returns:
-      The tensor's row sums.
+      The tensor's row sums, uint32 [rows, 2].
     """
     sums = fingerprint.row_sums(array)
     if fingerprint.digest_of_sums(sums) != entry.digest:
@@ -143,12 +150,12 @@ def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarra
     if has_nonfinite(array):
         raise not_finite(entry)
     if is_scale(entry) and array.size:
-        check_scale_range(entry, float(array.min()), float(array.max()))
+        check_scale_range(entry, *_range(array))
     return sums
 
 
 def validate_changes(entry: messages.TensorEntry, array: np.ndarray, number: int, changes: Changes) -> None:
-    """Validates the changes of a valid tensor, as `validate_tensor` does a whole one."""
+    """Checks the changed elements of tensor `number` of the manifest, as `validate_tensor` checks a whole tensor."""
     if changes.digest(number) != entry.digest:
         raise torn(entry)
     flat = array.reshape(-1)
@@ -158,8 +165,8 @@ def validate_changes(entry: messages.TensorEntry, array: np.ndarray, number: int
     if has_nonfinite(flat[spots]):
         raise not_finite(entry)
     if is_scale(entry):
-        most = float(flat[spots].max())
-        check_scale_range(entry, float(flat[spots].min()), most if most > 0 else float(flat.max()))
+        least, most = _range(flat[spots])
+        check_scale_range(entry, least, most if most > 0 else _range(flat)[1])
 
 
 def is_scale(entry: messages.TensorEntry) -> bool:
@@ -168,16 +175,16 @@ def is_scale(entry: messages.TensorEntry) -> bool:
 
 
 def torn(entry: messages.TensorEntry) -> BridgeError:
-    """Words the refusal of a tensor whose bytes are not the announced ones."""
+    """Makes the BridgeError("torn") for a tensor whose bytes do not match the manifest's fingerprint."""
     return BridgeError(f"tensor {entry.name} is torn: its bytes do not match the manifest's fingerprint", "torn")
 
 
 def not_finite(entry: messages.TensorEntry) -> BridgeError:
-    """Words the refusal of a tensor that would poison the engine."""
+    """Makes the BridgeError("tensor") for a tensor with NaN or infinite values."""
     return BridgeError(f"tensor {entry.name} holds NaN or infinite values", "tensor")
 
 
 def check_scale_range(entry: messages.TensorEntry, low: float, high: float) -> None:
-    """Refuse scales in [low, high] that are negative or all zero."""
+    """Raises BridgeError("tensor") if scales with minimum `low` and maximum `high` are negative or all zero."""
     if low < 0 or high <= 0:
         raise BridgeError(f"tensor {entry.name}: scales must be >= 0 and not all zero, range [{low}, {high}]", "tensor")

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A version on the engine's own GPU, never copied to the host: in a buffer of the trainer's, read where it is
-(transport/cuda_ipc.py), or in one of the engine's own, where it came from another GPU (transport/nccl.py).
+"""Holds and checks a version in the engine's GPU memory, without a copy to the host.
 
-The trainer could still write to a buffer of its own, unlike to a sealed file. So the fingerprints are checked twice,
-each one pass at memory speed: when the version is staged, and on the far side of the loader's door, when everything has
-been read (`confirm`). A version that changed in between is found, and the state machine restores the last good one.
+The version lies in the trainer's buffer, which the engine maps (transport/cuda_ipc.py), or in the engine's own buffer,
+if it came from another GPU (transport/nccl.py). The trainer can still write to its buffer, unlike to a sealed file. So
+the bridge checks fingerprints twice, each time in one pass: at staging, and after the engine has loaded the version
+(`confirm`). If the version changed in between, the state machine restores the last good one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def row_sums(buffer: Any) -> Any:
-    """[rows, 2] int32, the bits of uint32, of a uint8 tensor whose size is a multiple of ROW_BYTES, where that is; see
-    fingerprint.py. On any device."""
+    """Computes the row sums (fingerprint.py) of a uint8 tensor whose size is a multiple of ROW_BYTES, on its device:
+    [rows, 2] int32, the bits of the uint32 sums."""
     if buffer.is_cuda and _HAS_TRITON:
         from qarl_bridge.server import gpu_sums
 
@@ -47,18 +47,18 @@ def row_sums(buffer: Any) -> Any:
 
 
 def on_the_host(sums: Any) -> np.ndarray:
-    """`row_sums` as [rows, 2] uint32."""
+    """Copies the result of `row_sums` to the host as numpy uint32, [rows, 2]."""
     return sums.cpu().numpy().view(np.uint32)
 
 
 class DeviceCopy:
-    """Implements staged.Copy.
+    """A version in a GPU buffer; implements `staged.Copy`.
 
     Args:
-      manifest: checked already (`manifest.check_manifest`).
-      buffer: uint8 tensor, total_bytes rounded up to whole rows.
-      close: a callback that frees the memory; its argument is True if the memory had the announced bytes.
-      borrowed: it is the trainer's.
+      manifest: a manifest that `manifest.check_manifest` has checked.
+      buffer: uint8 tensor, total_bytes rounded up to whole rows of 4 KiB.
+      close: a callback that frees the memory; its argument is True if the fingerprints matched.
+      borrowed: whether the memory belongs to the trainer.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class DeviceCopy:
                 staged.check_scale_range(entry, float(lowest), float(highest))
 
     def _run(self, entries: list[messages.TensorEntry]) -> Any:
-        """[tensors, elements]: one view of several tensors, see `_runs`."""
+        """Views several tensors of `_runs` as one tensor [tensors, elements]."""
         first, last = entries[0], entries[-1]
         dtype = getattr(torch, first.dtype)
         flat = self._buffer[first.offset : last.offset + last.nbytes].view(dtype)
@@ -151,7 +151,7 @@ class DeviceCopy:
 
 
 def _runs(entries: list[messages.TensorEntry]) -> list[list[messages.TensorEntry]]:
-    """Tensors of one dtype and size at equal distances (a norm's weight, in every layer), to be looked at at once.
+    """Groups tensors of one dtype and size at equal distances (a norm's weight in every layer), to check them at once.
 
     Empty tensors are left out.
     """
@@ -170,7 +170,7 @@ def _runs(entries: list[messages.TensorEntry]) -> list[list[messages.TensorEntry
 
 
 class _Span:
-    """The view through which torch.as_tensor reads foreign memory (the CUDA array interface, version 3)."""
+    """A wrapper through which torch.as_tensor reads mapped GPU memory (the CUDA array interface, version 3)."""
 
     def __init__(self, pointer: int, size: int):
         self.__cuda_array_interface__ = {
@@ -183,12 +183,12 @@ class _Span:
 
 
 def view(pointer: int, size: int, ordinal: int) -> Any:
-    """Foreign memory of a GPU as a uint8 tensor [size]."""
+    """Views mapped memory of GPU `ordinal` as a uint8 tensor [size], without a copy."""
     return torch.as_tensor(_Span(pointer, size), device=torch.device("cuda", ordinal))
 
 
 def whole_rows(nbytes: int) -> int:
-    """Bytes of a staging buffer for so many."""
+    """Rounds a number of bytes up to whole rows of 4 KiB, the size of a staging buffer."""
     return fingerprint.rows_of(nbytes) * fingerprint.ROW_BYTES
 
 
@@ -196,10 +196,10 @@ _mappings: dict[cuda_ipc.Device, cuda_ipc.Mappings] = {}
 
 
 def open_version(manifest: messages.Manifest, memory: messages.DeviceMemory) -> DeviceCopy:
-    """Map the trainer's buffer, which stays mapped for its next version (`forget_trainer`).
+    """Maps the trainer's GPU buffer; it stays mapped for later versions until `forget_trainer`.
 
     Raises:
-      BridgeError("unshared"): another GPU, or no way to its memory from here.
+      BridgeError: this process does not see the GPU or cannot map the buffer ("unshared"), or it is too small ("torn").
     """
     if manifest.total_bytes == 0:
         return DeviceCopy(manifest, torch.empty(0, dtype=torch.uint8))
@@ -211,7 +211,7 @@ def open_version(manifest: messages.Manifest, memory: messages.DeviceMemory) -> 
 
 
 def forget_trainer() -> None:
-    """Unmap its buffers, but those that are still read."""
+    """Unmaps all buffers of trainers that no version uses any more."""
     for mappings in list(_mappings.values()):
         mappings.clear()
 
@@ -219,7 +219,7 @@ def forget_trainer() -> None:
 def receive_version(
     receiver: nccl.Receiver, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]
 ) -> DeviceCopy:
-    """Take a version in from the trainer's GPU; arguments and errors as of `Receiver.receive`."""
+    """Receives a version from the trainer's GPU over NCCL; arguments and errors as of `nccl.Receiver.receive`."""
     if manifest.total_bytes == 0:
         return DeviceCopy(manifest, torch.empty(0, dtype=torch.uint8), borrowed=False)
     buffer = receiver.receive(memory, whole_rows(manifest.total_bytes), check)
@@ -244,12 +244,12 @@ def _copy_at(
 
 
 def receiver() -> nccl.Receiver:
-    """Makes the receiver of versions from another GPU, on the GPU that torch uses."""
+    """Makes an `nccl.Receiver` on torch's current GPU."""
     return nccl.Receiver(cuda_ipc.Device(torch.cuda.current_device()))
 
 
 def uuid_of_current() -> bytes:
-    """The UUID of the GPU torch uses; empty if the driver cannot say (then nothing is published through its memory)."""
+    """Returns the 16-byte UUID of torch's current GPU, or b"" if libcuda fails: no GPU transport is used then."""
     try:
         return cuda_ipc.Device(torch.cuda.current_device()).uuid
     except BridgeError:

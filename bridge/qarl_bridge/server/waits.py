@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A peer's thread while it waits for the engine: it sends Progress, and takes in the chunks that a load asks for."""
+"""Waits for the engine in a peer's thread: sends Progress, and requests the parts of a chunked version."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PROGRESS_S = 2.0
 
 
 class ClientGoneError(BridgeError):
-    """The client vanished while its request ran."""
+    """The error for a client that disconnected while its request ran."""
 
 
 class Waits:
-    """Waits for results in the threads of peers. draws: what Progress tells of."""
+    """Waits for results in the threads of peers. draws: the requests that Progress counts."""
 
     def __init__(self, draws: Draws):
         self._draws = draws
 
     def result(self, peer: Peer, future: concurrent.futures.Future, batch: Batch | None = None) -> Any:
-        """The future's result, with a Progress to the client every PROGRESS_S."""
+        """Waits for a future's result, and sends the client a Progress every PROGRESS_S seconds."""
         while True:
             try:
                 return future.result(timeout=PROGRESS_S)
@@ -40,7 +40,7 @@ class Waits:
             self._progress(peer, batch)
 
     def reading(self, copy: Copy, peer: Peer, start: Callable[[], concurrent.futures.Future]) -> Any:
-        """The result of what reads a version: meanwhile the client brings its parts, if it has any."""
+        """Returns the result of `start`, which reads a version; meanwhile requests the parts of a chunked version."""
         if not isinstance(copy, ChunkedCopy):
             return self.result(peer, start())
         fetches = copy.fetches
@@ -62,7 +62,7 @@ class Waits:
             fetches.end(ClientGoneError("the trainer is not there to fill the buffer", "dead"))
 
     def _filled(self, peer: Peer, copy: Copy, part: int) -> BridgeError | None:
-        """Reads the client's reply to Fill: nothing, or the reason why the part does not come."""
+        """Reads the client's reply to Fill: None, or the error if the client gives up."""
         frames = peer.receive()
         if frames is None or peer.gone:
             raise ClientGoneError("the client is gone", "dead")
@@ -72,7 +72,7 @@ class Waits:
         return BridgeError(f"the trainer gave up sending {copy.manifest.version}", "unshared")
 
     def _progress(self, peer: Peer, batch: Batch | None = None) -> None:
-        """A sign of life to the client, where it is still there."""
+        """Sends Progress to the client; ClientGoneError if it has disconnected."""
         if peer.gone:
             raise ClientGoneError("the client is gone", "dead")
         tokens, ended = (batch.tokens, batch.news()) if batch is not None else (0, [])
@@ -81,7 +81,7 @@ class Waits:
 
 
 def decode(frames: list[bytes]) -> tuple[messages.Request, bytes]:
-    """(request, bytes of its second frame), or BridgeError."""
+    """Decodes a message's frames into (request, raw bytes of a Chunk); BridgeError if they are malformed."""
     if len(frames) not in (1, 2):
         raise BridgeError("malformed message: one frame expected, or two for a Chunk")
     request = messages.decode(frames[0])

@@ -1,19 +1,19 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Staging buffers on a GPU that another process of this host maps: CUDA's inter-process handles, through libcuda alone.
+"""Shares GPU staging buffers between processes of a host by CUDA IPC handles, through libcuda and ctypes.
 
     trainer   Buffers(Device(0)).take(size) -> Buffer; copy_all(...); synchronize(); Buffer.handle travels to the bridge
-    bridge    Mappings(device).open(handle, size) -> pointer into the same memory, read in place; close(handle)
+    bridge    Mappings(device).open(handle, size) -> pointer into the buffer, read in place; close(handle)
 
-Why buffers of our own and not the learner's arrays: JAX's memory comes from pools and from the virtual-memory API, for
-which cuIpcGetMemHandle fails or names a whole pool. A cuMemAlloc in the same (primary) context can always be exported,
-and a copy from an array to it stays on the device, at memory speed.
+The learner's arrays cannot be exported: JAX's memory comes from pools and the virtual-memory API, for which
+cuIpcGetMemHandle fails or names a whole pool. Memory of cuMemAlloc in JAX's (primary) context can always be exported.
+A copy from an array to it stays on the GPU, at memory speed.
 
-ctypes and not cuda-python or torch: the learner's environment has neither, and a dozen calls do not need them. Every
-call takes the primary context of its device for its own duration, on the thread that calls.
+It uses ctypes because the learner's environment has neither cuda-python nor torch. Every call makes the device's
+primary context current on the calling thread while it runs.
 
-The bridge keeps a trainer's two buffers mapped between versions (`Mappings`): mapping takes 5 ms per GB. When the
-trainer ends, what it exported must not be read any more: the bridge forgets it with the lease.
+The bridge keeps a trainer's two buffers mapped between versions (`Mappings`): mapping takes 5 ms per GB. After the
+trainer ends its memory must not be read: the bridge unmaps it when the lease ends.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ _NOT_READY = 600
 
 @functools.cache
 def load(path: str = "libcuda.so.1") -> Any:
-    """libcuda, initialised, with its signatures declared.
+    """Loads and initialises libcuda and declares the signatures of its functions.
 
     Raises:
-      BridgeError("unshared"): there is no driver here, it lacks a call, or it finds no GPU.
+      BridgeError("unshared"): the machine has no CUDA driver, the driver lacks a function, or it finds no GPU.
     """
     try:
         library = ctypes.CDLL(path)
@@ -104,10 +104,10 @@ def _name(library: Any, code: int) -> str:
 
 
 class Device:
-    """One GPU, by its number among those this process sees.
+    """One GPU: allocates, exports, maps and copies its memory. A CUDA error is a BridgeError("unshared").
 
     Attributes:
-      ordinal: that number.
+      ordinal: the GPU's number among those that this process sees.
       uuid: 16 bytes that name the GPU in every process.
     """
 
@@ -129,7 +129,7 @@ class Device:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """The device's primary context is this thread's meanwhile."""
+        """Makes the device's primary CUDA context current on this thread inside the `with` block."""
         self._check("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -137,19 +137,19 @@ class Device:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(_ANY()))
 
     def new_stream(self) -> Any:
-        """A stream that waits for no other, nor others for it."""
+        """Creates a non-blocking CUDA stream, which does not synchronize with the default stream."""
         stream = _ANY()
         with self.current():
             self._check("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
         return stream
 
     def drop_stream(self, stream: Any) -> None:
-        """Give a stream of `new_stream` back."""
+        """Destroys a stream that `new_stream` created."""
         with self.current():
             self._check("cuStreamDestroy_v2", stream)
 
     def is_idle(self, stream: Any) -> bool:
-        """Tells whether everything started on `stream` is done; an error of it is raised."""
+        """Tells whether all work on `stream` is done; BridgeError("unshared") if it failed."""
         with self.current():
             code = self._cuda.cuStreamQuery(stream)
         if code not in (0, _NOT_READY):
@@ -157,7 +157,7 @@ class Device:
         return code == 0
 
     def allocate(self, size: int) -> int:
-        """A pointer to `size` zeroed bytes."""
+        """Allocates `size` zeroed bytes; returns the address, or raises BridgeError("limits")."""
         pointer = _POINTER()
         with self.current():
             try:
@@ -174,27 +174,27 @@ class Device:
         return int(pointer.value)
 
     def clear(self, pointer: int, size: int) -> None:
-        """Start writing zeros; copies that are started after it come after it."""
+        """Starts to zero `size` bytes at `pointer`, ordered before later copies; does not wait."""
         with self.current():
             self._check("cuMemsetD8Async", pointer, 0, size, self._stream)
 
     def free(self, pointer: int) -> None:
-        """Give memory of `allocate` back."""
+        """Frees memory of `allocate`."""
         with self.current():
             self._check("cuMemFree_v2", pointer)
 
     def export(self, pointer: int) -> bytes:
-        """The handle under which another process maps memory of `allocate`."""
+        """Returns the 64-byte CUDA IPC handle by which another process maps memory of `allocate`."""
         handle = _Handle()
         with self.current():
             self._check("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES))
 
     def open(self, handle: bytes, size: int) -> int:
-        """A pointer to another process's memory.
+        """Maps another process's GPU memory by its IPC handle; returns the address in this process.
 
         Raises:
-          BridgeError: "unshared", the handle means nothing here; "torn", less than `size` bytes lie behind it.
+          BridgeError: CUDA cannot open the handle ("unshared"), or the memory has less than `size` bytes ("torn").
         """
         pointer, base, actual = _POINTER(), _POINTER(), _SIZE()
         foreign = _Handle()
@@ -209,12 +209,12 @@ class Device:
         return int(pointer.value)
 
     def close_mapping(self, pointer: int) -> None:
-        """Unmap memory of `open`."""
+        """Unmaps memory that `open` mapped."""
         with self.current():
             self._check("cuIpcCloseMemHandle", pointer)
 
     def copy_all(self, copies: list[tuple[int, int, int]]) -> None:
-        """Start copies on this device, (to, source, size) each; `synchronize` waits for them."""
+        """Starts copies within the GPU, each (target address, source address, bytes); `synchronize` waits for them."""
         function, stream = self._cuda.cuMemcpyDtoDAsync_v2, self._stream
         with self.current():
             for to, source, size in copies:
@@ -222,18 +222,18 @@ class Device:
                     self._check("cuMemcpyDtoDAsync_v2", to, source, size, stream)  # again, for its error
 
     def write(self, to: int, data: bytes) -> None:
-        """Copy bytes of the host to the device; done when it returns."""
+        """Copies host bytes to the GPU address `to`; synchronous."""
         with self.current():
             self._check("cuMemcpyHtoDAsync_v2", to, ctypes.cast(ctypes.c_char_p(data), _ANY), len(data), self._stream)
             self._check("cuStreamSynchronize", self._stream)
 
     def synchronize(self) -> None:
-        """Wait until everything started here is done."""
+        """Waits until all copies that this object started are done."""
         with self.current():
             self._check("cuStreamSynchronize", self._stream)
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the GPU, whoever uses it."""
+        """Returns (free, total) bytes of the GPU, counting all processes."""
         free, total = _SIZE(), _SIZE()
         with self.current():
             self._check("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
@@ -248,7 +248,7 @@ class _Mapping:
 
 
 class Mappings:
-    """Other processes' memory, mapped once and kept until somebody maps other memory or `clear`. From any thread."""
+    """A cache of mapped memory of other processes; unused mappings go at `clear` or at a new handle. Thread-safe."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -256,7 +256,7 @@ class Mappings:
         self._held: dict[bytes, _Mapping] = {}
 
     def open(self, handle: bytes, size: int) -> int:
-        """`Device.open`, or the same pointer as before. To be closed as often as it was opened."""
+        """Maps a handle as `Device.open` does, or returns its cached address. Each call needs one `close`."""
         with self._lock:
             held = self._held.get(handle)
             if held is None:
@@ -268,7 +268,7 @@ class Mappings:
             return held.pointer
 
     def close(self, handle: bytes, *, keep: bool = True) -> None:
-        """Nothing reads it any more, until the next `open`. keep: whether to keep it mapped."""
+        """Ends one use of a handle's memory. keep: leave unused memory mapped for the next `open`."""
         with self._lock:
             held = self._held[handle]
             held.users -= 1
@@ -276,7 +276,7 @@ class Mappings:
                 self._close_unused()
 
     def clear(self) -> None:
-        """Unmap whatever nobody reads."""
+        """Unmaps all memory that is not in use."""
         with self._lock:
             self._close_unused()
 
@@ -286,7 +286,7 @@ class Mappings:
 
 
 def count(library: Any = None) -> int:
-    """Number of GPUs that this process sees."""
+    """Counts the GPUs that this process sees."""
     cuda = load() if library is None else library
     found = _INT()
     if code := cuda.cuDeviceGetCount(ctypes.byref(found)):
@@ -295,7 +295,7 @@ def count(library: Any = None) -> int:
 
 
 def find(uuid: bytes, library: Any = None) -> Device:
-    """The GPU with that UUID among those this process sees; BridgeError("unshared") if it is not there."""
+    """Finds the GPU with a UUID among those that this process sees; BridgeError("unshared") if there is none."""
     cuda = load() if library is None else library
     for ordinal in range(count(cuda)):
         device = _device(cuda, ordinal)
@@ -312,7 +312,7 @@ def _device(library: Any, ordinal: int) -> Device:
 
 
 class Buffer:
-    """Memory on a device. `release` gives it back to its pool."""
+    """A GPU buffer of a `Buffers` pool. `release` returns it to the pool."""
 
     def __init__(self, pool: Buffers, device: Device, size: int):
         self._pool = pool
@@ -323,16 +323,16 @@ class Buffer:
 
     @functools.cached_property
     def handle(self) -> bytes:
-        """Under which another process maps it; BridgeError("unshared") where it cannot be exported."""
+        """The CUDA IPC handle of the buffer; BridgeError("unshared") where CUDA cannot export it."""
         return self.device.export(self.pointer)
 
     def release(self) -> None:
-        """Gives the buffer back, to be written again. Idempotent."""
+        """Returns the buffer to its pool, where the next version may overwrite it. Idempotent."""
         self._pool.give_back(self)
 
 
 class Buffers:
-    """The staging buffers of one process: as many as are taken at once, which is two. From any thread."""
+    """A pool of staging buffers of one GPU. It grows to as many as are taken at once, usually two. Thread-safe."""
 
     def __init__(self, device: Device):
         self.device = device
@@ -341,7 +341,7 @@ class Buffers:
         self._taken: set[Buffer] = set()
 
     def take(self, size: int) -> Buffer:
-        """A buffer of exactly `size` bytes that no version lies in."""
+        """Takes a free buffer of exactly `size` bytes, or allocates one and frees free buffers of other sizes."""
         with self._lock:
             for buffer in self._free:
                 if buffer.size == size:
@@ -354,7 +354,7 @@ class Buffers:
             return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Nothing reads it any more: the next `take` of its size may have it."""
+        """Makes a buffer free for the next `take`; nothing may read it any more."""
         with self._lock:
             if buffer in self._taken:
                 self._taken.remove(buffer)
@@ -365,7 +365,7 @@ class Buffers:
             self.device.free(self._free.pop().pointer)
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Frees all buffers, taken ones included. Idempotent."""
         with self._lock:
             self._free += self._taken
             self._taken.clear()

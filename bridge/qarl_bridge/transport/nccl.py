@@ -1,23 +1,23 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A version that crosses from the trainer's GPU to the engine's, which is another one: NCCL, through ctypes.
+"""Broadcasts a version from the trainer's GPU to another GPU, the engine's: NCCL, through ctypes.
 
     trainer   Communicator(device, 0, 2, new_id(library), library=library, ...).broadcast(pointer, size, ...)
-    bridge    Receiver(device).receive(what the Stage message says, size, check) -> Buffer
+    bridge    Receiver(device).receive(memory of the Stage message, size, check) -> Buffer
 
-The trainer's GPU is rank 0 and the root of a broadcast of bytes; the engine's is rank 1. Both ends know the size from
-the manifest, and the fingerprints say whether what came is what was sent. The communicator's unique id travels in the
-Stage message, so that either end that lost its half, or whose connection is new, simply names another.
+The trainer's GPU is rank 0 and the root of the broadcast; the engine's GPU is rank 1. Both ends know the size from the
+manifest, and fingerprints show whether the bytes arrived intact. The Stage message has the communicator's unique id, so
+a trainer with a new connection or a broken communicator sends another id.
 
-Nobody waits for ever. Communicators are non-blocking (NCCL 2.14 and later): every call returns at once, and a loop here
-asks NCCL and the stream for the state, the caller's `check` whether the other end is still there, and the clock. When
-one of them says so, ncclCommAbort ends what is still running on the device. Ends that agree to part abort as well:
-nothing is under way then, and unlike ncclCommDestroy it waits for nobody.
+No wait is endless. Communicators are non-blocking (NCCL 2.14 and later): every call returns at once. A loop polls NCCL,
+the stream, the clock, and the caller's `check`, which raises if the other end is gone. On an error or a timeout
+ncclCommAbort ends the work on the device. A communicator that is not needed any more is aborted, too: unlike
+ncclCommDestroy, ncclCommAbort does not wait for the other rank.
 
-The streams are this module's own and non-blocking, so what the process does with its GPU otherwise (JAX's own NCCL
-among it) neither waits for a broadcast nor holds one up, except by needing the same wires.
+The module uses non-blocking streams of its own. Other work on the GPU (JAX's NCCL included) and a broadcast do not wait
+for each other, but share the links' bandwidth.
 
-NCCL's own traffic is neither encrypted nor authenticated. NCCL_* variables are the user's and left as they are.
+NCCL's traffic is neither encrypted nor authenticated. The module does not change NCCL_* variables.
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html#fault-tolerance
 """
 
@@ -49,7 +49,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t of NCCL 2.14, the first to have one; later ones read as much as `size` and `version` say."""
+    """ncclConfig_t of NCCL 2.14, the first release with one; later releases read it by `size` and `version`."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -77,8 +77,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def candidates() -> list[str]:
-    """Lists the places of NCCL: the folder of NVIDIA's wheel (nvidia-nccl-cu12, -cu13), as JAX and torch take it, then
-    wherever the dynamic linker looks."""
+    """Lists where to look for libnccl: NVIDIA's wheel (nvidia-nccl-cu12, -cu13), then the dynamic linker's paths."""
     found = []
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("nvidia.nccl")
@@ -89,10 +88,10 @@ def candidates() -> list[str]:
 
 @functools.cache
 def load(path: str = "") -> Any:
-    """libnccl with its signatures declared; from `path`, or the first of `candidates` that loads.
+    """Loads libnccl from `path`, or the first of `candidates` that loads, and declares its signatures.
 
     Raises:
-      BridgeError("unshared"): it is not here, or too old.
+      BridgeError("unshared"): NCCL is not installed, or older than 2.14.
     """
     errors = []
     for candidate in [path] if path else candidates():
@@ -117,19 +116,19 @@ def load(path: str = "") -> Any:
 
 
 def version(library: Any) -> int:
-    """The version as NCCL writes it: 22703 is 2.27.3."""
+    """Returns NCCL's version number: 22703 is 2.27.3."""
     number = _INT()
     _check(library, "ncclGetVersion", library.ncclGetVersion(ctypes.byref(number)))
     return number.value
 
 
 def readable(number: int) -> str:
-    """22703 -> "2.27.3"."""
+    """Formats NCCL's version number: 22703 gives "2.27.3"."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def new_id(library: Any) -> bytes:
-    """The name of a communicator to be: whoever gives it joins that one. It says where rank 0 listens."""
+    """Makes the 128-byte unique id of a new communicator, which all ranks pass to join; it has rank 0's address."""
     unique_id = _UniqueId()
     _check(library, "ncclGetUniqueId", library.ncclGetUniqueId(ctypes.byref(unique_id)))
     return bytes(ctypes.string_at(ctypes.byref(unique_id), messages.NCCL_ID_BYTES))
@@ -143,15 +142,15 @@ def _check(library: Any, call: str, code: int, communicator: Any = None) -> None
 
 
 class Communicator:
-    """An NCCL communicator of `world` GPUs; this process's GPU is number `rank`. One thread may use it at a time.
+    """An NCCL communicator of `world` GPUs; this process's GPU is number `rank`. Not thread-safe.
 
     Args:
-      unique_id: made by `new_id`, the same at every rank.
-      timeout_s: longest time until all have come.
-      check: called again and again while there is something to wait for; what it raises ends the waiting.
+      unique_id: the id from `new_id`, equal on every rank.
+      timeout_s: seconds in which all ranks must join.
+      check: a callback, polled during waits; an exception that it raises ends the wait.
 
     Raises:
-      BridgeError("unshared"): NCCL cannot join these GPUs, or the others did not come in time.
+      BridgeError("unshared"): NCCL cannot connect these GPUs, or a rank did not join in time.
     """
 
     def __init__(
@@ -189,19 +188,19 @@ class Communicator:
 
     @property
     def alive(self) -> bool:
-        """False once aborted."""
+        """Tells whether the communicator can be used; False after `abort`."""
         return self._handle is not None
 
     def broadcast(self, pointer: int, size: int, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """`size` bytes at `pointer` of rank 0 to `pointer` of every other; there when it returns.
+        """Broadcasts `size` bytes at rank 0's `pointer` to the other ranks' `pointer`; waits until they have arrived.
 
-        The communicator is of no use after an error.
+        An error aborts the communicator.
 
         Args:
-          timeout_s: longest time for PIECE_BYTES. check: as in the constructor.
+          timeout_s: longest time for each PIECE_BYTES (1 GiB). check: as in the constructor.
 
         Raises:
-          BridgeError("unshared"): an end is gone or stuck.
+          BridgeError("unshared"): NCCL failed, or took too long.
         """
         try:
             for start in range(0, size, PIECE_BYTES):
@@ -215,7 +214,7 @@ class Communicator:
             raise
 
     def _is_ready(self) -> bool:
-        """Tells whether NCCL has done what it was last asked for (on the host; the stream may go on)."""
+        """Tells whether NCCL's last call is complete on the host (the stream may still run)."""
         state = _INT()
         code = self._nccl.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
         _check(self._nccl, "ncclCommGetAsyncError", code, self._handle)
@@ -235,10 +234,10 @@ class Communicator:
             nap = min(2 * nap, _LONGEST_NAP_S)
 
     def abort(self) -> bool:
-        """End everything under way and leave. Idempotent.
+        """Aborts the communicator and its running broadcast. Idempotent.
 
         Returns:
-          Whether the device is done with the memory it was given.
+          True if the device has stopped using the broadcast's memory; False if it has not within ABORT_S seconds.
         """
         handle, self._handle = self._handle, None
         if handle is None:
@@ -258,13 +257,13 @@ class Communicator:
 
 
 class Receiver:
-    """The engine's end: a communicator for the trainer that publishes, and buffers on the engine's GPU.
+    """The engine's receiving end: a communicator with the trainer, and buffers on the engine's GPU.
 
-    The version being served lies in one of two buffers, the next one comes into the other. They are the engine's own:
-    nobody else can write to them, and they outlive the trainer.
+    One of two buffers holds the serving version, and the next version is received into the other. The engine owns the
+    buffers: the trainer cannot write to them, and they stay valid after it ends.
 
     Args:
-      device: the engine's GPU. library: of `load`; None: found when first needed.
+      device: the engine's GPU. library: the result of `load`; None: loaded when first needed.
     """
 
     def __init__(self, device: cuda_ipc.Device, library: Any = None):
@@ -275,14 +274,14 @@ class Receiver:
         self._lock = threading.Lock()  # a new trainer's thread may come while that of a dead one is still giving up
 
     def receive(self, memory: messages.NcclMemory, size: int, check: Callable[[], None]) -> cuda_ipc.Buffer:
-        """The next version's bytes, in a buffer that is the caller's until it is released.
+        """Receives the next version's bytes into a buffer, which the caller must release.
 
         Args:
-          size: bytes the trainer sends. check: raises when there is nobody to wait for any more.
+          size: bytes that the trainer sends. check: a callback, polled during waits; it raises to end the wait.
 
         Raises:
-          BridgeError: "unshared", no NCCL here, another version of it, or no way to the trainer's GPU; "limits", no
-            room for a buffer.
+          BridgeError: NCCL is missing, has another version than the trainer's, or cannot reach the trainer's GPU
+            ("unshared"); the GPU has no memory for a buffer ("limits").
         """
         library = load() if self._library is None else self._library
         if (mine := version(library)) != memory.version:
@@ -321,7 +320,7 @@ class Receiver:
             communicator.abort()
 
     def close(self) -> None:
-        """Leave the communicator and free the buffers; no version in them may be in use. Idempotent."""
+        """Aborts the communicator and frees the buffers; no version in them may be in use. Idempotent."""
         with self._lock:
             self._leave()
             self._buffers.close()

@@ -1,16 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory for one host: an anonymous memory file, written once, sealed, and opened by the bridge.
+"""Shared memory of one host: the trainer writes and seals an anonymous memory file (memfd), and the bridge maps it.
 
-The bridge receives process, descriptor and inode, and opens /proc/PID/fd/FD: the kernel lets it if both processes are
-of one user. Elsewhere (another user, another PID namespace) the bytes travel over the socket.
+The bridge receives process, descriptor and inode, and opens /proc/PID/fd/FD. The kernel permits it if both processes
+belong to one user. For another user or another PID namespace the bytes go over the socket.
 
-Lifetime: the memory lives as long as the trainer holds its descriptor (StagedVersion) or the bridge its mapping (the
-pending version and the last good one), and the kernel frees it with the last of the two, however they die.
+The kernel frees the memory once the trainer has closed its descriptor (StagedVersion) and the bridge its mapping, or
+once both have died.
 
-Why a memory file and not a named /dev/shm segment: it has no name to leak, guess or clean up after a crash, it does not
-count against a container's small /dev/shm, and it can be sealed, so that the bytes which were hashed are the bytes
-which are loaded: after sealing not even the trainer can change them.
+A memory file, unlike a named /dev/shm segment, leaves no name after a crash, and does not count against a container's
+small /dev/shm. It can be sealed: then not even the trainer can change bytes whose fingerprints were checked.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 @functools.cache
 def host() -> bytes:
-    """The same 16 bytes in all processes that can open each other's memory files, but for their users."""
+    """Returns 16 bytes that identify this boot and PID namespace, within which processes can share memory files."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         boot = file.read()
     return hashlib.sha256(boot + os.readlink("/proc/self/ns/pid").encode()).digest()[:16]
 
 
 def create(size: int) -> int:
-    """A new memory file of `size` bytes, open for writing; the caller closes it."""
+    """Creates a memory file of `size` bytes; returns its descriptor, which the caller closes."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -49,27 +48,27 @@ def create(size: int) -> int:
 
 
 def write(fd: int, data: memoryview, offset: int) -> None:
-    """Copy bytes in at `offset` (the one copy a publish makes on the trainer's side)."""
+    """Writes `data` into a memory file at byte `offset`; the file grows as needed."""
     while data:
         written = os.pwrite(fd, data[: 1 << 30], offset)
         data, offset = data[written:], offset + written
 
 
 def seal(fd: int) -> None:
-    """Seals the file: nobody can change or truncate it."""
+    """Seals a memory file: afterwards nobody can change or resize it."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def locate(fd: int, host: bytes = b"") -> HostMemory:
-    """Locates the memory file for another process of this host."""
+    """Describes a memory file, so that another process of this host can open it."""
     return HostMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, host=host)
 
 
 def open_located(memory: HostMemory) -> int:
-    """A descriptor of our own for another process's memory file; the caller closes it.
+    """Opens another process's memory file; returns a descriptor that the caller closes.
 
     Raises:
-      BridgeError("unshared"): there is no such file to be had; nothing else is ever opened.
+      BridgeError("unshared"): the descriptor is not a staged version of this user, or cannot be opened.
     """
     path = f"/proc/{memory.pid}/fd/{memory.fd}"
     try:
@@ -86,16 +85,16 @@ def open_located(memory: HostMemory) -> int:
 
 
 def map_to_write(fd: int, size: int) -> np.ndarray:
-    """[size] uint8: a memory file of ours, made that long, before it is sealed; let go of the array first."""
+    """Resizes a memory file and maps it as a writable uint8 array [size]; delete the array before `seal`."""
     os.ftruncate(fd, size)
     return np.frombuffer(mmap.mmap(fd, size), np.uint8) if size else np.zeros(0, np.uint8)
 
 
 def map_to_read(fd: int, size: int) -> np.ndarray:
-    """[size] uint8, read-only view of a memory file that its owner writes; the descriptor may be closed.
+    """Maps an unsealed memory file as a read-only uint8 array [size]; the descriptor may be closed afterwards.
 
     Raises:
-      BridgeError("torn"): the file is shorter.
+      BridgeError("torn"): the file is shorter than `size`.
     """
     actual = os.fstat(fd).st_size
     if actual < size:
@@ -104,10 +103,10 @@ def map_to_read(fd: int, size: int) -> np.ndarray:
 
 
 def map_sealed(fd: int, size: int) -> np.ndarray:
-    """[size] uint8, read-only view of a sealed memory file; it keeps the memory alive, the descriptor may be closed.
+    """Maps a sealed memory file as a read-only uint8 array [size], which keeps the memory after the file is closed.
 
     Raises:
-      BridgeError: not a sealed memory file (it could change or vanish under the engine), or shorter than announced.
+      BridgeError("torn"): the file is no memory file, is not sealed, or has another size.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what connections that nobody has spoken on cost a bridge that listens on TCP.
+"""Limits unauthenticated TCP connections to a bridge, and thereby the memory that they can take.
 
-Before a stranger is refused, ZeroMQ holds up to MAX_PART bytes of the handshake, for up to _HANDSHAKE_MS (zeromq.py).
-Two thousand strangers are 2 GB. So at most `MOST` connections may be silent; one more costs the oldest its place. A
-trainer speaks milliseconds after it has connected, and so is hardly ever the oldest. What ended connections held goes
-back to the system.
+Before ZeroMQ refuses a peer without the key, it holds up to MAX_PART bytes of the handshake, for up to _HANDSHAKE_MS
+(zeromq.py). Two thousand such peers hold 2 GB. So at most `MOST` connections may have sent no message; one more closes
+the oldest. A trainer sends its first message milliseconds after it connects. Memory of closed connections is returned
+to the system.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ QUIET_MS = 1000
 
 
 class Strangers(threading.Thread):
-    """Watches the connections of a bound ROUTER until it is closed.
+    """A thread that watches a ROUTER socket's connections and closes the oldest silent one when there are too many.
 
     Args:
-      router: made and closed by the caller.
-      port: it listens on.
+      router: the bound socket; the caller closes it.
+      port: the TCP port of the socket.
     """
 
     def __init__(self, router: zmq.Socket, port: int):
@@ -56,7 +56,7 @@ class Strangers(threading.Thread):
                 _hang_up(oldest, self._port)
 
     def _after(self, event: int, descriptor: int) -> int | None:
-        """The connection that is to end, if there are too many after this event."""
+        """Records an event; returns the descriptor of the connection to close, if there are too many."""
         with self._lock:
             if event == zmq.EVENT_DISCONNECTED:
                 self._silent.pop(descriptor, None)
@@ -72,7 +72,7 @@ class Strangers(threading.Thread):
             return oldest
 
     def heard(self, descriptor: int) -> None:
-        """A message came from this connection: its sender holds the key."""
+        """Notes that a connection sent a message, and hence that its peer holds the key."""
         with self._lock:
             if descriptor in self._silent:
                 del self._silent[descriptor]
@@ -81,7 +81,7 @@ class Strangers(threading.Thread):
 
 
 def _hang_up(descriptor: int, port: int) -> None:
-    """Ends a connection of ours. The descriptor may have been closed by now, and be somebody else's."""
+    """Shuts down a connection to `port`. It checks the port: the descriptor may have been closed and reused."""
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -95,7 +95,7 @@ def _hang_up(descriptor: int, port: int) -> None:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system, where the C library has a word for it (glibc)."""
+    """Returns freed memory to the system, where the C library has malloc_trim (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,25 +1,23 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over ZeroMQ: a ROUTER in the bridge, a DEALER in each trainer, CURVE between them on every kind of address.
+"""Sends messages over ZeroMQ: a ROUTER socket in the bridge, a DEALER in each trainer, encrypted by CURVE.
 
-A message is msgpack (messages.py), and for a Chunk raw bytes besides. A trainer's message travels in frames of at most
-MAX_PART bytes, with an empty one between msgpack and raw bytes; that, and _HANDSHAKE_MS, bounds what a stranger who
-never completes a handshake can make the bridge hold; `strangers` bounds how many there are. A reply is one frame; an
-empty one is a sign of life, no more.
+A message is msgpack (messages.py); a Chunk has raw bytes, too. A trainer sends frames of at most MAX_PART bytes, with
+an empty frame between msgpack and raw bytes. MAX_PART and _HANDSHAKE_MS bound the memory of a peer that never completes
+the handshake; `strangers` bounds the number of such peers. A reply is one frame; an empty frame is a keep-alive.
 
-Authentication. Both ends derive the same two CURVE key pairs from the one 32-byte key, the bridge's and the trainer's.
-A trainer without the key does not know the bridge's public key and cannot even begin the handshake; what it presents is
-checked against the trainer's public key besides. Everything after the handshake is encrypted. A unix socket goes the
-same way, and is mode 0600 as well.
+Authentication. Both ends derive two CURVE key pairs, the bridge's and the trainer's, from one 32-byte key. A trainer
+without the key does not know the bridge's public key and cannot begin the handshake. The bridge checks the trainer's
+public key as well. Everything after the handshake is encrypted, on unix sockets, too; these have mode 0600.
 
-Who notices whose death:
+Detection of dead peers:
 
-  * the trainer sees its connection close, or the handshake fail, as an event of its socket: at once. It never
-    reconnects by itself: a connection is a lease, and a new one must be asked for.
-  * the bridge learns that a peer is gone when it cannot be sent to. It sends Progress while a request runs, and a sign
-    of life to everybody every SWEEP_S seconds and before it refuses anyone because somebody else holds the lease.
-  * over TCP, where a host can vanish without closing anything, both ends exchange ZMTP heartbeats. On one host the
-    kernel closes the sockets of the dead, and a trainer that is merely stopped in a debugger keeps its lease.
+  * The trainer sees at once, as an event of its socket, that its connection closes or the handshake fails. It never
+    reconnects by itself: the lease ends with the connection.
+  * The bridge notices a dead peer when a send fails. It sends Progress during a request. It sends a keep-alive to every
+    peer each SWEEP_S seconds, and before it refuses a peer because another one holds the lease.
+  * Over TCP, where a host can vanish without closing anything, both ends exchange ZMTP heartbeats. On one host the
+    kernel closes a dead process's sockets, and a trainer that is stopped in a debugger keeps its lease.
 """
 
 from __future__ import annotations
@@ -58,13 +56,13 @@ _HANDSHAKE_ATTEMPTS = 3
 
 
 def _key_pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
-    """(public, secret) in Z85 of one end, from the shared key; any 32 bytes are a Curve25519 secret."""
+    """Derives the CURVE key pair (public, secret), in Z85, of one end from the shared key."""
     secret = z85.encode(hmac.digest(key, b"qarl_bridge curve " + owner, "sha256"))
     return zmq.curve_public(secret), secret
 
 
 def _endpoint(address: str) -> str:
-    """The address as ZeroMQ writes it, host names resolved (it would retry an unknown one for ever)."""
+    """Converts an address to ZeroMQ's form and resolves host names (ZeroMQ would retry an unknown one for ever)."""
     kind, where = messages.parse_address(address)
     if kind == "unix":
         return f"ipc://{where}" if where.startswith("/") else f"ipc://./{where}"  # "@x" and "*" mean other things
@@ -84,7 +82,7 @@ def _configure(sock: zmq.Socket, kind: str, most: int) -> None:
 
 
 def _frames(message: bytes, data: bytes | memoryview | None) -> list[bytes | memoryview]:
-    """A trainer's message as it travels."""
+    """Splits a trainer's message into frames of at most MAX_PART bytes."""
     split = [memoryview(message)[at : at + MAX_PART] for at in range(0, len(message), MAX_PART)]
     if data is None:
         return [*split]
@@ -92,7 +90,7 @@ def _frames(message: bytes, data: bytes | memoryview | None) -> list[bytes | mem
 
 
 def _joined(frames: list[bytes]) -> list[bytes]:
-    """[message], or [message, data]: what `_frames` has split."""
+    """Joins the frames that `_frames` made: returns [message], or [message, data]."""
     if b"" not in frames:
         return [b"".join(frames)]
     between = frames.index(b"")
@@ -100,7 +98,7 @@ def _joined(frames: list[bytes]) -> list[bytes]:
 
 
 def encode(message: messages.Request | messages.Reply) -> bytes:
-    """msgpack bytes of a message that fits a frame; completions may be longer, for they go to who asked for them."""
+    """Encodes a message as msgpack; BridgeError("limits") above MAX_FRAME bytes, or MAX_REPLY for Completions."""
     payload = messages.encode(message)
     most = messages.MAX_REPLY if isinstance(message, messages.Completions) else messages.MAX_FRAME
     if len(payload) > most:
@@ -114,7 +112,7 @@ def encode(message: messages.Request | messages.Reply) -> bytes:
 
 
 class Peer:
-    """One connected trainer, as the thread that serves it sees it. Only `Listener` makes these."""
+    """A connected trainer, with its queue of received messages. `Listener` makes one for each connection."""
 
     def __init__(self, listener: Listener, identity: bytes):
         self._listener = listener
@@ -124,20 +122,22 @@ class Peer:
 
     @property
     def shares_memory(self) -> bool:
-        """Tells whether memory files can be shared: the peer is on this host."""
+        """Tells whether the peer is on this host (a unix socket), so that memory files can be shared."""
         return self._listener.kind == "unix"
 
     def receive(self) -> list[bytes] | None:
-        """Frames of the next message (none at all: too many); None: the peer is gone or the bridge stops."""
+        """Waits for the next message: [msgpack], [msgpack, data], or [] if it was too long.
+
+        Returns None when the peer is gone or the bridge stops."""
         return self.inbox.get()
 
     def send(self, message: messages.Reply) -> None:
-        """Post one message; that the peer is gone shows later, in `gone`. BridgeError(limits) if it is too long."""
+        """Queues one message; BridgeError("limits") if it is too long. `gone` is set later if the peer has died."""
         self._listener.post(self, encode(message))
 
 
 class _OnlyKey:
-    """Credentials provider of pyzmq's authenticator: one public key may enter."""
+    """A credentials provider for pyzmq's authenticator that accepts one public key."""
 
     def __init__(self, public: bytes):
         self._public = public
@@ -147,14 +147,14 @@ class _OnlyKey:
 
 
 class Listener:
-    """The bridge's socket. Handshakes are answered from the start; messages wait until `start`.
+    """The bridge's listening socket. It accepts connections at once, and reads messages after `start`.
 
     Args:
-      address: see messages.parse_address. A stale unix socket that nobody listens on is replaced.
-      key: a peer without it stays outside.
+      address: see `messages.parse_address`. A unix socket file without a listener is replaced.
+      key: the 32-byte key that peers must hold.
 
     Raises:
-      BridgeError("setup"): the address is taken or cannot be listened on.
+      BridgeError("setup"): the address is taken or invalid.
     """
 
     def __init__(self, address: str, key: bytes):
@@ -203,7 +203,7 @@ class Listener:
     def start(
         self, *, on_peer: Callable[[Peer], None], on_gone: Callable[[Peer], None], on_end: Callable[[], None]
     ) -> None:
-        """Receive and send in a thread of its own, which makes these calls: they must not block."""
+        """Starts the thread that receives and sends. It calls the callbacks, which must not block."""
 
         def loop() -> None:
             try:
@@ -216,11 +216,11 @@ class Listener:
         self._thread.start()
 
     def post(self, peer: Peer, payload: bytes) -> None:
-        """Send from any thread."""
+        """Queues bytes to be sent to a peer. Thread-safe."""
         self._call(lambda: self._transmit(peer, payload))
 
     def sweep(self) -> None:
-        """Find out now which peers are gone (`on_gone` has been called when this returns); from any other thread."""
+        """Checks which peers have died, and returns after `on_gone` was called for each. For other threads."""
         done = threading.Event()
 
         def job() -> None:
@@ -232,7 +232,7 @@ class Listener:
             pass
 
     def close(self) -> None:
-        """Send what was posted, hang up on everybody, free the address. Idempotent."""
+        """Sends queued messages, closes all connections, and frees the address. Idempotent."""
         if self._closed.is_set():
             return
         self._closing = True
@@ -282,7 +282,7 @@ class Listener:
             self._outbox.popleft()()
 
     def _take(self, on_peer: Callable[[Peer], None]) -> None:
-        """One message, handed to its peer's thread."""
+        """Receives one message and puts it into its peer's inbox."""
         try:
             connection, identity, *frames = self._receive()
         except zmq.Again:  # what was there went with its sender
@@ -307,7 +307,7 @@ class Listener:
         peer.inbox.put(frames)
 
     def _receive(self) -> tuple[Any, ...]:
-        """descriptor of the connection, identity, message, data if there is any; no message if that is too long."""
+        """Receives (descriptor, identity, message, data if any); message and data are missing if they are too long."""
         first = self._router.recv(zmq.NOBLOCK, copy=False)  # ROUTER hands out whole messages only: the rest is there
         origin = first.get(zmq.SRCFD), first.bytes
         frames: list[bytes] = []
@@ -344,7 +344,7 @@ class Listener:
 
 
 def _remove_stale(path: str, address: str) -> None:
-    """Delete a socket file that nobody listens on, as crashes leave behind; anything else there is an error."""
+    """Deletes a socket file without a listener, as a crash leaves it; BridgeError("setup") if the path is in use."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -388,7 +388,7 @@ def _left_ms(deadline: float) -> int:
 
 
 def _is_crowded(address: str) -> bool:
-    """Tells whether a unix socket that refuses has a listener all the same: one with a full queue of connections."""
+    """Tells whether a unix socket that refused a connection has a listener whose queue of connections is full."""
     kind, where = messages.parse_address(address)
     if kind != "unix":
         return False  # over TCP the kernel tries again by itself
@@ -404,13 +404,13 @@ def _is_crowded(address: str) -> bool:
 
 
 class Channel:
-    """One authenticated connection to a bridge. One thread at a time; never reconnects.
+    """The trainer's authenticated connection to a bridge. It never reconnects, and is not thread-safe.
 
     Args:
-      is_over: looked at while waiting; once true, whatever is waited for ends as if the other side were gone.
+      is_over: a callback, polled during waits; once it is true, the wait ends with BridgeError("dead").
 
     Raises:
-      BridgeError: dead (nobody listens there), auth (another key), timeout (no answer to the handshake).
+      BridgeError: no bridge listens ("dead"), the keys differ ("auth"), or the handshake takes too long ("timeout").
     """
 
     def __init__(self, address: str, key: bytes, timeout_s: float, is_over: Callable[[], bool] = lambda: False):
@@ -471,13 +471,13 @@ class Channel:
         return int(recv_monitor_message(self._monitor)["event"])
 
     def _patience_ms(self, deadline: float) -> int:
-        """Returns milliseconds until the next look. Raises BridgeError("dead") if the connection is over."""
+        """Returns milliseconds to wait before `is_over` is polled again; BridgeError("dead") if it is true."""
         if self.is_over():
             raise BridgeError(f"the connection to {self._address} was given up", "dead")
         return min(_left_ms(deadline), _LOOK_AROUND_MS)
 
     def send(self, message: messages.Request, data: bytes | memoryview | None = None) -> None:
-        """Send one message, with a second frame of raw bytes where given."""
+        """Sends one message, with the raw bytes of a Chunk if given; BridgeError("dead") if the connection is lost."""
         frames = _frames(encode(message), data)
         if not self._open:
             raise BridgeError("the connection was closed", "dead")
@@ -487,7 +487,7 @@ class Channel:
             raise BridgeError(f"connection lost while sending: {error}", "dead") from None
 
     def poll(self) -> bytes | None:
-        """The next message's bytes, if it is there already. BridgeError: dead."""
+        """Returns the next message's bytes, or None if none has arrived; BridgeError("dead") if disconnected."""
         if not self._open or self.is_over():
             raise BridgeError("the connection was closed", "dead")
         if self._monitor in dict(self._poller.poll(0)):
@@ -500,7 +500,7 @@ class Channel:
         return None
 
     def receive(self, timeout_s: float) -> bytes:
-        """The next message's bytes. BridgeError: dead, or timeout after that long a silence."""
+        """Waits up to `timeout_s` seconds for the next message's bytes; BridgeError "dead" or "timeout"."""
         deadline = time.monotonic() + timeout_s
         while True:
             if not self._open:
@@ -519,7 +519,7 @@ class Channel:
                 self._lost = True
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Closes the connection. Idempotent."""
         if self._open and self._pid == os.getpid():  # a forked child must not touch its parent's sockets
             self._open = False
             self._socket.disable_monitor()

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from local jsonl, json and parquet files, with the columns of well-known data sets recognised.
+"""Reads prompts from local jsonl, json, parquet and text files; recognizes the columns of well-known data sets.
 
 Recognised without further settings: GSM8K (question; answer ending in "#### 42"), DeepScaleR and OpenR1-Math (problem,
 answer), DAPO-17k and OpenR1-Math-46K in verl's form (prompt as chat messages, reward_model.ground_truth), the rest of
@@ -32,7 +32,7 @@ Numbered = Iterator[tuple[int, str, Mapping[str, Any]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Settings of every source of rows.
+    """Settings shared by all sources that read rows with columns.
 
     Attributes:
       prompt_key: column with the question (text or a list of chat messages); empty: recognised from the columns.
@@ -67,7 +67,7 @@ class Jsonl(Rows):
     path: str
 
     def parts(self) -> Iterator[tuple[str, Numbered]]:
-        """Yields each file's name in uids, and its rows."""
+        """Yields, per file, the name that begins its prompts' uids, and its rows."""
         files = _expand(self.path)
         for file, name in zip(files, names(files), strict=True):
             yield name, _read_parquet(file) if isinstance(self, Parquet) else _read_jsonl(file)
@@ -138,13 +138,13 @@ class Source:
         return len(self.prompts)
 
     def prompt(self, i: int) -> Prompt:
-        """The i-th usable prompt, in file order. Its `meta` holds the row's text and number columns."""
+        """Returns the i-th usable prompt, in file order. Its `meta` holds the row's text and number columns."""
         return self.prompts[i]
 
 
 def names(files: Sequence[str]) -> list[str]:
-    """A name for each file, which begins its prompts' uids: its stem, or, where two share theirs, its path from the
-    folder that holds them all."""
+    """Returns a name for each file, which begins its prompts' uids: the file's stem. If two stems are equal, every name
+    is the path from the common folder."""
     stems = [os.path.splitext(os.path.basename(file))[0] for file in files]
     if len(set(stems)) == len(stems):
         return stems
@@ -153,7 +153,7 @@ def names(files: Sequence[str]) -> list[str]:
 
 
 def final_answer(text: str) -> str:
-    """GSM8K's "...#### 1,234" -> "1234"; any other answer unchanged.
+    """Extracts the final answer: GSM8K's "...#### 1,234" -> "1234"; any other text is only stripped.
 
     https://github.com/openai/grade-school-math: the final answer follows "####".
     """

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Help beside a question, made of its worked solution: SPARKLE's views (https://arxiv.org/abs/2506.04723) and hints.
+"""Writes a hint below a question, cut from its worked solution, as SPARKLE does (https://arxiv.org/abs/2506.04723).
 
 | kind | what stands below the question | what it leaves to the policy |
 |---|---|---|
@@ -8,8 +8,8 @@
 | plan | all steps, with "?" for every number that the question does not have and for every result | the arithmetic |
 | knowledge | the solution's equations in alphabetical order, without those that give the answer | the order of steps |
 
-SPARKLE had plans and facts written by a model; here both are cut from the solution itself, so nothing new can be wrong
-in them. A solution is found in a row's column `solution` (MATH, OlympiadBench), `answer` with "####" (GSM8K),
+In SPARKLE a model wrote plans and facts; here both are cut from the solution itself, so they add no errors. A solution
+is found in a row's column `solution` (MATH, OlympiadBench), `answer` with "####" (GSM8K),
 `upstream_answer`, and in reasoning-gym's `answer_cot` (gsm_symbolic). A step is a line of it.
 """
 
@@ -37,13 +37,13 @@ _HEADS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hint:
-    """Help beside questions.
+    """A hint below the questions of training prompts.
 
     Attributes:
       kind: steps, plan or knowledge.
       share: of the steps that kind=steps shows, rounded up.
-      base: responses of the untrained policy to the same questions (`evaluate --out FILE`); empty: all questions get
-        the hint. below: those that it solves more often than this get none, nor do questions that the file lacks.
+      base: file of the untrained policy's responses to these questions (`evaluate --out FILE`); empty: all questions
+        get the hint. below: with `base`, only questions with a pass rate of at most this get the hint.
     """
 
     kind: Literal["steps", "plan", "knowledge"] = "steps"
@@ -58,10 +58,10 @@ class Hint:
 
 
 def solution_of(facts: Mapping[str, Any]) -> list[str]:
-    """The steps of a row's worked solution, without its last line's "#### 42" and GSM8K's <<2*21=42>>.
+    """Returns the steps of a row's worked solution, without its last line's "#### 42" and GSM8K's <<2*21=42>>.
 
     Raises:
-      UserError: the row has none.
+      UserError: the row has no worked solution.
     """
     found = facts.get("solution") or facts.get("upstream_answer") or facts.get("answer_cot")
     if not found and "####" in str(facts.get("answer", "")):
@@ -89,7 +89,7 @@ def _masked(step: str, known: set[float]) -> str:
 
 
 def words(hint: Hint, question: str, facts: Mapping[str, Any], answer: str) -> str:
-    """The help for one question; empty where there is none to give (a solution of one step, or without equations).
+    """Returns the hint's text for one question; empty for a solution of one step, or without equations.
 
     Args:
       facts: the row, or reasoning-gym's metadata.
@@ -110,7 +110,7 @@ def words(hint: Hint, question: str, facts: Mapping[str, Any], answer: str) -> s
 
 @functools.lru_cache(maxsize=8)
 def pass_rates(file: str) -> dict[str, float]:
-    """Prompt -> share of correct responses, from what `evaluate --out FILE` wrote.
+    """Reads the pass rate of each prompt, prompt text -> share, from the output of `evaluate --out FILE`.
 
     Raises:
       UserError: no such file, or one that `evaluate` did not write.

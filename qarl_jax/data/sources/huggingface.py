@@ -45,7 +45,7 @@ class Config(files.Rows):
             raise UserError("streaming=true needs limit: the number of rows to read; without it leave streaming out.")
 
     def parts(self) -> Iterator[tuple[str, files.Numbered]]:
-        """Yields the data set's name in uids, and its rows."""
+        """Yields once the name that begins the prompts' uids, and the rows."""
         name = "-".join(filter(None, (os.path.basename(self.path.rstrip("/")), self.subset, self.split)))
         yield name, self._rows()
 

@@ -1,11 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of public data sets, recognised by their columns: what is asked, and what the reference answer is.
+"""Turns rows of public data sets, recognized by their columns, into question and reference answer.
 
 A multiple-choice question is written with its choices, one a line, and its answer is a letter. Where a data set marks
-the right choice by its place in the row (GPQA, TruthfulQA), the choices are put into an order that depends on the
-question's text alone, so that the right letter is not always the same and never changes between runs (lm-eval
-shuffles GPQA anew in each run).
+the right choice by its place in the row (GPQA, TruthfulQA), a hash of the texts orders the choices. So the right
+letter varies between questions and never between runs (lm-eval shuffles GPQA anew in each run).
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def choices(question: str, texts: Sequence[str]) -> str:
-    """A question with its choices, lettered."""
+    """Writes a question with its choices below it, lettered from A."""
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
     return "\n".join([question.strip(), "", *lines])
 
 
 def shuffled(question: str, texts: Sequence[str], right: int) -> tuple[str, str]:
-    """The question with its choices in an order of its own, and the right letter."""
+    """Shuffles the choices by a hash of their texts; returns the question with its choices, and the right letter."""
     key = [hashlib.sha256(f"{question}\0{text}\0{i}".encode()).digest() for i, text in enumerate(texts)]
     order = sorted(range(len(texts)), key=key.__getitem__)
     return choices(question, [texts[i] for i in order]), LETTERS[order.index(right)]
@@ -70,7 +69,7 @@ def _olympiad(row: Row) -> tuple[str, str]:
 
 
 def conversation(question: str | list[dict[str, Any]]) -> tuple[str | list[dict[str, Any]], str]:
-    """A row without a reference answer: of a conversation that an assistant's words end, those are the answer."""
+    """Splits a conversation into question and answer: a last message of the assistant is the answer, else ""."""
     if isinstance(question, str) or len(question) < 2 or question[-1]["role"] != "assistant":
         return question, ""
     return question[:-1], question[-1]["content"].strip()

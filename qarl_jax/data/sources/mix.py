@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Several sources as one, each under a name: for a curriculum (`data.stages`), and for rewards of their own.
+"""Combines several named sources into one, for a curriculum (`data.stages`) or for a reward per source.
 
-A prompt's `meta["mix_part"]` is the name of its part, and its uid begins with it.
+A prompt's `meta["mix_part"]` is the name of its part, and its uid begins with this name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Source:
 
     Attributes:
       begin: name -> index of its first prompt.
-      sizes: name -> how many it has.
+      sizes: name -> number of its prompts.
     """
 
     def __init__(self, parts: dict[str, PromptSource]):
@@ -71,7 +71,7 @@ class Source:
         return self._size
 
     def prompt(self, i: int) -> Prompt:
-        """The prompt at an index; a pure function of it."""
+        """Returns the prompt at index `i`, a pure function of `i`; IndexError outside."""
         if not 0 <= i < self._size:
             raise IndexError(f"prompt {i} of {self._size}")
         name = next(name for name, first in self.begin.items() if first <= i < first + self.sizes[name])

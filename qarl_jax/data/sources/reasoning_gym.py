@@ -3,8 +3,8 @@
 """Procedural reasoning tasks by name (https://github.com/open-thought/reasoning-gym, arXiv 2505.24760).
 
 A task is generated when its index is asked for, so a set of a million prompts costs nothing until used. Where a
-candidate belongs to the other split, is too long or cannot be encoded, the slot takes its next draw; a slot therefore
-always holds the same prompt, whatever was asked before.
+candidate belongs to the other split, is too long or cannot be encoded, the index takes its next draw. So the prompt of
+an index does not depend on earlier calls.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Source:
         return self.size
 
     def prompt(self, i: int) -> Prompt:
-        """The prompt in slot `i`. Its `meta` says how to make the task again: dataset, config, seed, size and index."""
+        """Returns prompt `i`. Its `meta` says how to make the task again: dataset, config, seed, size and index."""
         return self._prompt(i)
 
     def _prompt(self, i: int) -> Prompt:
@@ -141,16 +141,16 @@ class Source:
 
 
 def make_dataset(name: str, config: dict[str, Any], *, seed: int, size: int) -> Any:
-    """A reasoning-gym data set; the same arguments give the same object.
+    """Makes a reasoning-gym data set; equal arguments return one cached object.
 
     Raises:
-      UserError: unknown name, unknown or refused parameter.
+      UserError: the name or a parameter is unknown, or reasoning-gym refuses a parameter.
     """
     return _make_dataset(name, repr(sorted(config.items())), _Held(config), seed, size)
 
 
 def drawn(dataset: Any, index: int) -> dict[str, Any]:
-    """An entry, the same whenever it is asked for: list_functions draws from the module `random`, too."""
+    """Returns an entry reproducibly: seeds the module `random`, from which list_functions draws, too."""
     kept = random.getstate()
     random.seed(index)  # as the scorer does (`rewards/_worker.py`)
     try:

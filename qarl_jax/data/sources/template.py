@@ -51,8 +51,8 @@ class PromptSource(Protocol):
     """A finite, indexable set of prompts; `prompt(i)` is a pure function of `i`.
 
     `fingerprint` identifies the set (its parameters or bytes, template and split), so that a resumed run can tell that
-    its data changed. `notes` are sentences for the reader, by kind; `longest`
-    is the most tokens of a prompt (of a set that is not made at once, those that are allowed).
+    its data changed. `notes` are remarks for the run's log, by kind. `longest` is the number of tokens of the longest
+    prompt, or the limit where prompts are made on demand.
     """
 
     fingerprint: str
@@ -63,18 +63,18 @@ class PromptSource(Protocol):
     def __len__(self) -> int: ...
 
     def prompt(self, i: int) -> Prompt:
-        """Prompt number i, 0 <= i < len(self): text, token ids, answer and a uid of its own."""
+        """Returns prompt number i, 0 <= i < len(self), with text, token ids, answer and a unique uid."""
 
 
 class Template:
     """Renders a question, text or chat messages, to text and tokens.
 
-    `raw` is the question as it is; `chat` applies the tokenizer's chat template, and goes on with a last message of the
+    `raw` is the question as it is; `chat` applies the tokenizer's chat template, and continues a last message of the
     assistant. Any text with "{{" is a Jinja template that sees `question`, `system`, `messages`, `tools` and `meta`
     (for reasoning-gym the metadata of the task). A row's own system message follows `system` in one message. A
     message or a tool that a template would leave out is refused.
 
-    A `hint` stands below the last message of the user, of at most `hint_len` tokens beyond the longest prompt.
+    A `hint` is added to the last message of the user; the prompt may then exceed `max_len` by `hint_len` tokens.
 
     Attributes:
       notes: remarks on the prompts rendered so far, by kind.
@@ -116,7 +116,7 @@ class Template:
             )
 
     def render(self, question: str | Messages, meta: Mapping[str, Any], tools: Sequence[Any] = ()) -> str:
-        """The prompt's text.
+        """Renders a question to the prompt's text.
 
         Args:
           question: text, or chat messages.
@@ -174,12 +174,12 @@ class Template:
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids, after those that the tokenizer puts in front unless the text begins with them; no end token."""
+        """Encodes a text to token ids, with the tokenizer's leading ids (`leading_ids`) once and no end token."""
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return ids if ids[: len(self._leading)] == self._leading else (*self._leading, *ids)
 
     def admit(self, text: str, skipped: Skipped) -> tuple[int, ...] | None:
-        """Encodes a prompt. One that is too long or cannot be encoded gives None, and `skipped` counts it."""
+        """Encodes a prompt. If it is too long or has unknown characters, returns None and counts it in `skipped`."""
         tokens = self.encode(text[: 64 * self.max_len])  # the start of a row of megabytes shows that it is too long
         if len(tokens) <= self.max_len and len(text) > 64 * self.max_len:
             tokens = self.encode(text)
@@ -204,14 +204,14 @@ class Template:
         answer: str,
         tools: Sequence[Any] = (),
     ) -> tuple[str, tuple[int, ...]]:
-        """Text and tokens of a question, with its hint where there is one; without tokens where it is left out.
+        """Renders and encodes a question, with its hint if there is one; returns no tokens if the question is left out.
 
-        The length of the question alone decides whether it is left out, so that a hint changes no set of questions. One
-        that its hint would make too long stays without.
+        The length of the question alone decides whether it is left out, so that a hint changes no set of questions. A
+        hint that would make the prompt too long is left out.
 
         Args:
           meta, tools: as for `render`.
-          row: has the worked solution. answer: the reference answer.
+          row: the row, with the worked solution. answer: the reference answer.
         """
         text = self.render(question, meta, tools)
         tokens = self.admit(text, skipped) or ()
@@ -230,7 +230,7 @@ class Template:
         return text, tokens
 
     def fingerprint(self) -> str:
-        """Hash of all that decides how a question is rendered, the size of the vocabulary included."""
+        """Returns a hash of all that decides how a question is rendered, the size of the vocabulary included."""
         chat = self.tokenizer.chat_template if self.template == "chat" else ""
         args = sorted(self.chat_args.items())
         hint = () if self.hint is None else (self.hint, self._hint_len)
@@ -238,7 +238,7 @@ class Template:
 
 
 def compiled(template: str, name: str) -> tuple[Any, set[str]]:
-    """A Jinja template of the setting `name`, and the variables that it reads. Raises `UserError` for a broken one."""
+    """Compiles the Jinja template of setting `name`; returns it and the variables that it reads. Raises `UserError`."""
     import jinja2
     import jinja2.meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -254,7 +254,7 @@ def compiled(template: str, name: str) -> tuple[Any, set[str]]:
 
 
 def rendered(template: Any, name: str, **values: Any) -> str:
-    """The text that a compiled template makes of values. Raises `UserError` where it fails."""
+    """Renders a compiled template with `values`. Raises `UserError`, which names the setting `name`, if this fails."""
     try:
         return template.render(**values)
     except Exception as error:
@@ -262,19 +262,19 @@ def rendered(template: Any, name: str, **values: Any) -> str:
 
 
 def said_in(question: str | Messages) -> list[dict[str, Any]]:
-    """A question as chat messages."""
+    """Returns a question as a list of chat messages."""
     return [{"role": "user", "content": question}] if isinstance(question, str) else [dict(m) for m in question]
 
 
 def is_system(message: Mapping[str, Any]) -> bool:
-    """Tells whether a chat message is an instruction, no part of the question."""
+    """Tells whether a chat message is an instruction (system or developer) and no part of the question."""
     return message["role"] in ("system", "developer")
 
 
 def asked(question: str | Messages) -> str:
-    """A question as the split hashes it: its text; of chat messages all but the system's.
+    """Returns the text that the train / held-out split hashes: the question, without system messages.
 
-    A single message of the user counts as its text. White space around a text is no part of it.
+    A single message of the user counts as its text. White space around the text is stripped.
     """
     if isinstance(question, str):
         return question.strip()

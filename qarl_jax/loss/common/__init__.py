@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces that the objectives share."""
+"""Parts that objectives share: options, masks, sampler corrections, aggregation and metrics."""

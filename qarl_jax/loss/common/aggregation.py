@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregations of terms per token (or per response) into one `Mean`: the four of the literature.
+"""Aggregation of terms per token (or per response) into one `Mean`, in four modes from the literature.
 
 | mode | value |
 |---|---|
@@ -9,9 +9,9 @@
 | `seq-mean-token-sum` | sum of all terms / N |
 | `seq-mean-token-sum-norm` | sum of all terms / (N * max_response_len) |
 
-M counts masked tokens and N non-empty responses of the whole optimizer mini-batch. The returned `Mean` holds this
-batch's own numerator and its own count (M or N), so that adding the Means of micro-batches gives that of their union;
-`qarl_jax.loss.normalized` divides by the global count.
+M counts masked tokens and N non-empty responses of the whole optimizer mini-batch. The returned `Mean` holds the
+numerator and the count (M or N) of this micro-batch, so that Means of micro-batches can be added;
+`qarl_jax.loss.normalized` divides by the mini-batch's count.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from qarl_jax.types import UserError
 
 
 def denominator(mode: str) -> str:
-    """Names the divisor of the mode: "tokens" (M) or "sequences" (N)."""
+    """Names the divisor of an aggregation mode, "tokens" (M) or "sequences" (N); UserError for an unknown mode."""
     if mode not in AGGREGATIONS:
         raise UserError(f"aggregation {mode!r}: {nearest(mode, AGGREGATIONS)}")
     return "tokens" if mode == "token-mean" else "sequences"
 
 
 def aggregate(terms: Float[Array, "B T"], r: Responses, mode: str, *, max_response_len: float | None = None) -> Mean:
-    """Per-token terms -> Mean(own numerator, own count). Terms outside the mask must be finite; they are ignored."""
+    """Aggregates terms per token to Mean(numerator, count). Terms outside the mask must be finite; they are ignored."""
     if denominator(mode) == "tokens":
         total, count = jnp.where(r.mask, terms, 0.0).sum(), r.num_tokens
     elif mode == "seq-mean-token-mean":
@@ -46,9 +46,9 @@ def aggregate(terms: Float[Array, "B T"], r: Responses, mode: str, *, max_respon
 
 
 def aggregate_sequences(terms: Float[Array, "B S"], r: Responses, mode: str) -> Mean:
-    """Per-response terms, shared by all tokens of the response -> Mean.
+    """Aggregates terms per response to a Mean; `seq-mean-token-mean` weighs responses equally, `token-mean` by length.
 
-    `seq-mean-token-mean` weighs responses equally, `token-mean` by their length.
+    Raises UserError for other modes.
     """
     if denominator(mode) == "tokens":
         total, count = (r.length * terms).sum(), r.num_tokens

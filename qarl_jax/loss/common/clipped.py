@@ -38,7 +38,7 @@ def clipped_surrogate(
     widen: Float[Array, ...] | float = 1.0,
     dual_clip: float | None = None,
 ) -> Float[Array, ...]:
-    """min(r A, clip(r, 1 - clip_low, (1 + clip_high) * widen) A), to be maximized; all arrays of one shape.
+    """Computes min(r A, clip(r, 1 - clip_low, (1 + clip_high) * widen) A), to be maximized; all arrays of one shape.
 
     Args:
       widen: factor >= 1 on the upper bound (adaptive clipping range, QuRL eq. 9).
@@ -55,10 +55,10 @@ def clipped_surrogate(
 def clipped_policy_loss(
     x: LossInputs, *, cfg: Clipped, off_policy_mask: float | None = None
 ) -> tuple[Mean, dict[str, Metric]]:
-    """Token-level clipped surrogate: all of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their defaults.
+    """Computes the token-level clipped loss of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their options.
 
-    `off_policy_mask` drops responses with A < 0 whose tokens the sampler found likelier than the learner does now, by
-    more than so many nat in the mean (DeepSeek-V3.2, eq. 9); they stay in every count.
+    `off_policy_mask` drops responses with A < 0 whose mean log-prob under the sampler exceeds that under the learner by
+    more than this many nats (DeepSeek-V3.2, eq. 9); they still count in denominators.
     """
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of an update: the mismatch of sampler and learner, the distance moved, the share clipped.
+"""Metrics of an update: the mismatch of sampler and learner, the change of the policy, and the clipped shares.
 
-All are sums and counts (or maxima) over this batch's own tokens and responses, so micro-batches merge exactly. Inside
-exp the log-ratios carry the same clamp as in the loss; the reported maxima are not clamped.
+All are sums and counts (or maxima) over a micro-batch's tokens and responses, so micro-batches merge exactly. Inside
+exp the log-ratios are clamped as in the loss; reported maxima are not clamped.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _detached(r: Responses) -> Responses:
 
 
 def batch_metrics(r: Responses) -> dict[str, Metric]:
-    """Metrics that do not depend on the objective.
+    """Computes the metrics of a batch that do not depend on the objective.
 
-    `mismatch/*` compares the sampler with the learner at the start of the update (k1 estimates KL(sampler || learner);
-    exact is the share of tokens whose two log-probs are equal to the bit),
-    `proximal/*` the learner now with the learner at the start of the update. `proximal/noise`, the largest |mean
-    log-ratio| of a response, must stay far below a sequence-level band at the first inner update.
+    `mismatch/*` compares the sampler with the learner at the start of the step: k1 estimates KL(sampler || learner),
+    and exact is the share of tokens with bitwise equal log-probs. `proximal/*` compares the learner now with the
+    learner at the start of the step. `proximal/noise`, the largest |mean log-ratio| of a response, must stay far below
+    a response-level band in the step's first update.
     """
     r = _detached(r)
     log_w, log_r = r.log_weight, r.log_ratio
@@ -82,10 +82,10 @@ def token_clip_metrics(
     widen: Float[Array, "B T"],
     dual_clip: float | None,
 ) -> dict[str, Metric]:
-    """Shares of all masked tokens outside a PPO clip, by sign of A and edge.
+    """Computes the shares of masked tokens outside a PPO clip, by sign of A and edge.
 
-    `pos_high`, `neg_low` and `dual_neg_high` have no gradient and add up to `frac`; `out_pos_low` and `out_neg_high`
-    are outside the range and still pass. `acr_rescued` tokens (A > 0) pass only because the bound was widened.
+    `pos_high`, `neg_low` and `dual_neg_high` tokens have no gradient and add up to `frac`. `out_pos_low` and
+    `out_neg_high` tokens are outside the range and keep theirs; `acr_rescued` tokens (A > 0) do by a widened bound.
     """
     ratio, a = jax.lax.stop_gradient(ratio), r.advantages
     positive, negative = a > 0, a < 0
@@ -111,7 +111,7 @@ def sequence_clip_metrics(
     neg_low: Bool[Array, "B S"],
     neg_high: Bool[Array, "B S"],
 ) -> dict[str, Metric]:
-    """Shares of responses without gradient, by sign of A and edge of the band, and the tokens they hold.
+    """Computes the shares of responses without gradient, by sign of A and edge of the band, and of their tokens.
 
     Args: [B, S] bool each, true where the whole response is dropped at that edge.
     """
@@ -131,12 +131,12 @@ EDGES = (*(-x for x in reversed(_POSITIVE_EDGES)), 0.0, *_POSITIVE_EDGES)
 
 
 def histograms(x: LossInputs) -> dict[str, Int[Array, " bins"]]:
-    """Counts of log-ratios per bin of `EDGES`, by the sign of A; counts of micro-batches add.
+    """Counts log-ratios per bin of `EDGES`, by the sign of A; counts of micro-batches add up.
 
     Returns:
       int32 [len(EDGES) + 1] each: bin 0 lies below the first edge, bin i above edge i-1 and at most edge i. Keys:
-      `ratio`, `weight` (tokens: learner now, and at the start of the update over sampler), `seq_ratio`, `seq_weight`
-      (means per response), each with `_pos` and `_neg`; A = 0 is in neither.
+      `ratio` (tokens: learner now over proximal policy), `weight` (tokens: proximal policy over sampler), `seq_ratio`,
+      `seq_weight` (means per response), each with `_pos` and `_neg`; A = 0 is in neither.
     """
     r = _detached(prepare(x))
     a = r.mean(r.advantages)
@@ -158,7 +158,7 @@ def histograms(x: LossInputs) -> dict[str, Int[Array, " bins"]]:
 
 
 def quantiles(counts: Sequence[int], levels: Sequence[float] = (0.01, 0.1, 0.5, 0.9, 0.99)) -> list[float]:
-    """Log-ratio at each level from a histogram of `histograms`, interpolated within its bin; NaN where it is empty."""
+    """Computes quantiles of log-ratios from counts of `histograms`, interpolated within bins; NaN if all are 0."""
     cumulative = np.cumsum(np.asarray(counts, np.float64))
     if not cumulative[-1]:
         return [math.nan] * len(levels)

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an objective: plain frozen fields that say what they are, may be, and where the default comes from.
+"""Options of objectives: dataclass fields with a meaning, an allowed range, and the source of the default.
 
-Every objective owns a `Config`. Fields shared by all of them (how tokens are averaged, how the sampler is corrected)
-are inherited from `Shared`, a record without behaviour, so that they are written and explained once.
+Every objective has a `Config`. It inherits the fields that all objectives have (aggregation, sampler correction) from
+`Shared`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def option(
     choices: tuple[str, ...] | None = None,
     internal: bool = False,
 ) -> Any:
-    """A dataclass field with its meaning, the source of its default and its allowed range.
+    """Makes a dataclass field with its meaning, the source of its default and its allowed range.
 
-    internal: the field is not from a config.
+    internal: configs cannot set the field.
     """
     checks = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices, "internal": internal}
     return dataclasses.field(default=default, metadata={"doc": doc, "source": source, **checks})
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """'did you mean ...; known: ...' for an error message."""
+    """Makes the hint of an error message: "did you mean ...? Known: ..."."""
     known = list(known)
     close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -51,17 +51,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def canonical_aggregation(word: Any) -> Any:
-    """`seq_mean_token_mean`, `seq` -> `seq-mean-token-mean`; anything unknown is returned for the check to refuse."""
+    """Normalizes the name of an aggregation (`seq_mean_token_mean`, `seq`); returns unknown values for `check`."""
     if not isinstance(word, str):
         return word
     return _SHORT.get(word, word.replace("_", "-"))
 
 
 def check(config: Any, what: str = "loss") -> None:
-    """Refuses a field of the wrong type or out of range, naming it and what (a loss, an advantage) it belongs to.
+    """Checks types and ranges of a config's fields. what: the noun for messages, "loss" or "advantage".
 
     Raises:
-      UserError: one sentence with the field, its value and what is allowed.
+      UserError: a field has a wrong type or value; the message names the field, its value and what is allowed.
     """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -89,10 +89,9 @@ def check(config: Any, what: str = "loss") -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Fields every objective has.
+    """The options that every objective has.
 
-    `level` says whose ratio the band holds: a "token"'s, or a whole "response"'s. `retired` has options of the past,
-    and what to do without each.
+    `level` is "token" or "response": the unit whose ratio is clipped. `retired` maps removed options to advice.
     """
 
     name: ClassVar[str] = ""

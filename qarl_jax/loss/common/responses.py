@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`LossInputs` made safe: padding zeroed before any subtraction, log-ratios in float32, sums per response.
+"""`Responses`: `LossInputs` with masked padding, log-ratios in float32, and sums and means per response.
 
-A response is a set of masked tokens that share a row and a segment id (rows may hold several). With at most
-`_DENSE` responses per row a sum per response is a masked sum over time, which XLA fuses without materializing
-[B, T, S] and which always adds in the same order; above, it is a scatter-add.
+A response is the set of masked tokens of one segment of a row. With at most `_DENSE` responses per row a sum per
+response is a masked sum over time, which XLA fuses without materializing [B, T, S] and which always adds in one order.
+With more responses it is a scatter-add.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Responses:
-    """The inputs of every objective. Outside `mask` every array is 0 (float) or False.
+    """The inputs of every objective, made by `prepare`. Outside `mask` every array is 0 (float) or False.
 
     Attributes (B rows, T positions, S response slots per row):
       mask: [B, T] bool.
@@ -55,22 +55,22 @@ class Responses:
 
     @property
     def ratio(self) -> Float[Array, "B T"]:
-        """[B, T] float32, exp(log_ratio) with log_ratio clamped to +-MAX_LOG_RATIO; 1 outside `mask`."""
+        """The ratio exp(log_ratio), [B, T] float32, with log_ratio clamped to +-MAX_LOG_RATIO; 1 outside `mask`."""
         return jnp.exp(jnp.clip(self.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
     @property
     def present(self) -> Bool[Array, "B S"]:
-        """[B, S] bool: slots that hold a non-empty response."""
+        """The slots that hold a non-empty response, [B, S] bool."""
         return self.length > 0
 
     @property
     def num_tokens(self) -> Float[Array, ""]:
-        """Masked tokens of this batch."""
+        """The number of masked tokens in this (micro-)batch."""
         return self.length.sum()
 
     @property
     def num_sequences(self) -> Float[Array, ""]:
-        """Non-empty responses of this batch."""
+        """The number of non-empty responses in this (micro-)batch."""
         return self.present.astype(jnp.float32).sum()
 
     def sum(self, x: Float[Array, "B T"]) -> Float[Array, "B S"]:
@@ -82,7 +82,7 @@ class Responses:
         return self.sum(x) / jnp.maximum(self.length, 1.0)
 
     def spread(self, y: Float[Array, "B S"]) -> Float[Array, "B T"]:
-        """Gives each response's masked tokens its value: [B, S] -> [B, T], 0 elsewhere."""
+        """Copies each response's value to its masked tokens: [B, S] -> [B, T], 0 elsewhere."""
         slots = self.length.shape[1]
         if slots <= _DENSE:
             return jnp.where(_one_hot(self.segment_ids, slots), y[:, None, :], 0.0).sum(2)
@@ -90,11 +90,11 @@ class Responses:
         return jnp.take_along_axis(y, self.segment_ids, axis=1)
 
     def token_mean(self, x: Float[Array, "B T"] | Bool[Array, "B T"]) -> Mean:
-        """Metric: mean of [B, T] over masked tokens."""
+        """Makes a metric: the mean of [B, T] over masked tokens."""
         return Mean(jnp.where(self.mask, x.astype(jnp.float32), 0.0).sum(), self.num_tokens)
 
     def sequence_mean(self, y: Float[Array, "B S"] | Bool[Array, "B S"]) -> Mean:
-        """Metric: mean of [B, S] over non-empty responses."""
+        """Makes a metric: the mean of [B, S] over non-empty responses."""
         return Mean(jnp.where(self.present, y.astype(jnp.float32), 0.0).sum(), self.num_sequences)
 
 
@@ -116,9 +116,9 @@ def response_mask(x: LossInputs) -> Bool[Array, "B T"]:
 
 
 def require(x: LossInputs, *fields: str) -> None:
-    """Refuses a batch in which one of `fields` is missing or has another shape than `logprobs`.
+    """Checks that each of `fields` has the shape of `logprobs`.
 
-    A [B, 1] advantage would broadcast silently; raises UserError instead.
+    Raises UserError for a missing field or another shape: a [B, 1] advantage would broadcast silently.
     """
     expected = np.shape(x.logprobs)
     for field in fields:
@@ -131,13 +131,13 @@ def require(x: LossInputs, *fields: str) -> None:
 def prepare(
     x: LossInputs, *, on_policy: bool = False, positive_only: bool = False, ratio: str = "learner"
 ) -> Responses:
-    """Masks, differences and response lengths of one (micro-)batch.
+    """Computes masks, log-ratios and response lengths of one (micro-)batch.
 
     Args:
       x: the batch; entries outside `loss_mask` may hold NaN or infinities.
-      on_policy: the proximal policy is the current one (ratio 1; its gradient stays).
-      positive_only: advantages below zero become zero.
-      ratio: whose log-probs the learner's are divided by, "learner" (at the start of the update) or "sampler".
+      on_policy: take the current policy as the proximal policy (the ratio is 1 and keeps its gradient).
+      positive_only: set negative advantages to zero.
+      ratio: the policy that ratios divide by: "learner" (the proximal policy) or "sampler".
 
     Raises:
       UserError: a field has another shape than `logprobs`, or (outside jit) a segment id exceeds `max_segments`.

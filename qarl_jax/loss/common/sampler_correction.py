@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for tokens that the sampler drew and the learner scores: w = how far the two are apart, truncated or masked.
+"""Importance weights w that correct for the mismatch of sampler and learner, truncated or masked.
 
-rho_t = pi_old(token) / pi_sampler(token), with the token log-ratio clamped to +-20. Three levels, which differ by
-orders of magnitude over a long response and are therefore named everywhere:
+rho_t = pi_old(token) / pi_sampler(token), with the token log-ratio clamped to +-20. A ratio has one of three levels,
+which differ by orders of magnitude over a long response, so every correction names its level:
 
   * token: rho_t;
   * product: prod_t rho_t, the importance weight of the whole response;
@@ -46,14 +46,14 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """One line of `MISMATCH`.
+    """A sampler correction, an entry of `MISMATCH`.
 
     Attributes:
-      level: "token", "product" or "geometric mean" (or "" where nothing is compared).
-      weight: (ratio at that level [B, T] or [B, S], low, high) -> weight of the same shape.
+      level: "token", "product", "geometric mean" or "smallest token"; "" if no ratio is read.
+      weight: (ratio at this level [B, T] or [B, S], low, high) -> weight of equal shape.
       formula, source: for the table in the documentation.
       low, high: default bounds; None: 1/C and C.
-      reads: options it takes.
+      reads: names of the options that it reads.
     """
 
     level: str
@@ -66,17 +66,17 @@ class Correction:
 
 
 def truncated(ratio: jax.Array, low: float, high: float) -> jax.Array:
-    """The ratio, brought into [low, high]."""
+    """Clips the ratio to [low, high]."""
     return jnp.clip(ratio, low, high)
 
 
 def masked(ratio: jax.Array, low: float, high: float) -> jax.Array:
-    """The ratio where it lies in [low, high], else 0."""
+    """Returns the ratio where it lies in [low, high], else 0."""
     return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 def kept(ratio: jax.Array, low: float, high: float) -> jax.Array:
-    """1 where the ratio lies in [low, high], else 0."""
+    """Returns 1 where the ratio lies in [low, high], else 0."""
     return ((ratio >= low) & (ratio <= high)).astype(jnp.float32)
 
 
@@ -186,7 +186,7 @@ MISMATCH: dict[str, Correction] = {
 
 
 def ratio_at(level: str, r: Responses) -> jax.Array:
-    """pi_old / pi_sampler at a level: [B, T] for "token" (and ""), [B, S] for the others; 1 where nothing is."""
+    """Computes pi_old / pi_sampler at a level: [B, T] for "token" and "", [B, S] for others; 1 for padding."""
     if level in ("", "token"):
         log = r.log_weight
     elif level == "product":
@@ -199,15 +199,15 @@ def ratio_at(level: str, r: Responses) -> jax.Array:
 
 
 def adaptive_mix(r: Responses) -> Float[Array, "B S"]:
-    """AIS's mixing coefficient per response, in [0, 1): 0 leaves the gradient uncorrected, 1 corrects it fully.
+    """Computes AIS's mixing coefficient per response, in [0, 1): 0 leaves the gradient uncorrected, 1 corrects fully.
 
         m = 1 - (ESS / L) exp(-k3)      ESS = (sum_t rho_t)^2 / sum_t rho_t^2      k3 = mean_t (rho_t - 1 - log rho_t)
 
     AIS (https://arxiv.org/abs/2605.13907) mixes by three diagnostics: reliability of the weights (ESS / L), severity of
     the divergence (k3 estimates KL(sampler || learner) on the sampler's tokens), and amplification of the variance,
-    which is 1 / reliability: L / ESS = 1 + CV^2. How the paper joins them is not in its abstract, so this product is
-    ours: it has no constant, is 0 where the two policies agree, and grows with each. The paper's coefficient is one per
-    batch. This one is of a response, since a batch's would depend on how it is cut into micro-batches.
+    which is 1 / reliability: L / ESS = 1 + CV^2. The abstract does not say how the paper combines them; this product is
+    ours. It has no constant, is 0 where the two policies agree, and grows with each diagnostic. The paper has one
+    coefficient per batch; we have one per response, because a batch's would depend on its micro-batches.
     """
     log = jnp.clip(r.log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     rho = jnp.exp(log)
@@ -216,7 +216,7 @@ def adaptive_mix(r: Responses) -> Float[Array, "B S"]:
 
 
 def smallest(x: Float[Array, "B T"], r: Responses) -> Float[Array, "B S"]:
-    """[B, T] -> [B, S]: smallest masked entry of each response, 0 for an empty one."""
+    """Finds the smallest masked entry of each response: [B, T] -> [B, S], 0 for an empty response."""
     slots = r.length.shape[1]
     rows = jax.vmap(lambda x, ids: jax.ops.segment_min(x, ids, num_segments=slots + 1))(x, r.segment_ids)
     return jnp.where(r.present, rows[:, 1:], 0.0)
@@ -225,13 +225,13 @@ def smallest(x: Float[Array, "B T"], r: Responses) -> Float[Array, "B S"]:
 def mismatch_weights(
     r: Responses, mismatch: str, *, cap: float = 2.0, low: float | None = None, high: float | None = None
 ) -> Weights:
-    """The correction called `mismatch` for this batch.
+    """Computes the weights and metrics of the correction called `mismatch` for a batch.
 
     Args:
       r: the batch.
       mismatch: key of `MISMATCH`.
-      cap: C.
-      low, high: bounds of a mask; None: the correction's own, and 1/C and C where it has none.
+      cap: C, the bound of a truncated weight.
+      low, high: bounds of the ratio; None: the correction's defaults, else 1/C and C.
     """
     correction = MISMATCH[mismatch]
     low = low if low is not None else correction.low if correction.low is not None else 1.0 / cap

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The effect of an objective on each token, read off its gradient, so that no band is written twice.
+"""The effect of an objective on each token, computed from its gradient, so that this file repeats no clip or band.
 
     gain_t = - dL/dlogprob_t / (c_t A_t)        c_t: the token's share under the objective's aggregation
 
-is what the objective makes of the plain REINFORCE push A_t: w_t r_t for a token inside the clip, the gate for SAPO, the
-capped ratio for CISPO, and exactly 0 for a token (or a whole response) outside its band. A token without gradient is
-told apart by what took it: its weight is 0, its advantage is 0, or its ratio left the band, above or below 1 at the
-objective's level (`Config.level`).
+The gain is the factor by which the objective multiplies REINFORCE's gradient A_t: w_t r_t for a token inside the clip,
+the gate for SAPO, the capped ratio for CISPO, and exactly 0 for a token (or a whole response) outside its band. The
+`fate` of a token without gradient names the reason: its weight is 0, its advantage is 0, or its ratio left the band,
+above or below 1, at the objective's level (`Config.level`).
 
-Terms beside the objective (KL, entropy) are not in it.
+Terms beside the objective (KL, entropy) are not included.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ advantage is 0 (or counts as 0). All but the first have no gradient."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effects:
-    """Per token [B, T], float32 (`fate` int32), on device or host; 0 (or "kept") outside the mask.
+    """The effects of an objective on tokens: arrays [B, T], float32 (`fate` int32); 0 (or "kept") outside the mask.
 
     Attributes:
-      log_ratio: learner now minus learner at the start of the update.
-      log_mismatch: learner at the start of the update minus sampler.
-      seq_log_ratio, seq_log_mismatch: their means over the response, on each of its tokens.
-      weight: the sampler correction w in force.
-      gain: what the objective multiplies the token's REINFORCE push by; 0: no gradient.
-      advantages: as the objective counts them.
+      log_ratio: learner now minus learner at the start of the step (or minus the sampler, with `ratio: sampler`).
+      log_mismatch: learner at the start of the step minus sampler.
+      seq_log_ratio, seq_log_mismatch: means of these over the response, copied to each of its tokens.
+      weight: the sampler correction w.
+      gain: the factor by which the objective multiplies REINFORCE's gradient; 0: no gradient.
+      advantages: the advantages that the objective uses, for example without negative ones.
       fate: index into `FATES`.
     """
 
@@ -89,5 +89,5 @@ def effects(x: LossInputs, loss: Loss) -> Effects:
 
 @functools.partial(jax.jit, static_argnames="loss")
 def compiled(x: LossInputs, loss: Loss) -> Effects:
-    """`effects`, compiled once per shape and objective."""
+    """Computes `effects` under jit, compiled once per shape and objective."""
     return effects(x, loss)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The supported architectures: one file each, reading its config.json (`fields`), naming its tensors (`HF_NAMES`)."""
+"""The supported architectures. Each file reads its config.json (`fields`) and names its tensors (`HF_NAMES`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ INDEX = "index"
 
 
 def hf_template(own_path: str, architecture: str) -> str:
-    """ "attn.q.kernel" (a path inside its segment) -> "model.layers.{layer}.self_attn.q_proj.weight". An adapter's
-    "attn.q.lora_a" -> "model.layers.{layer}.self_attn.q_proj.lora_A.weight"."""
+    """Returns the Hugging Face name of a parameter whose path within its stack is `own_path`, with open fields:
+    "attn.q.kernel" -> "model.layers.{layer}.self_attn.q_proj.weight"."""
     names, (module, _, leaf) = MODELS[architecture].HF_NAMES, own_path.rpartition(".")
     if leaf in ADAPTER:
         return f"{names[f'{module}.kernel'].removesuffix('weight')}{ADAPTER[leaf]}.weight"

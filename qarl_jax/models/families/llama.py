@@ -19,7 +19,7 @@ HF_NAMES = qwen2.HF_NAMES | {"attn.o.bias": "model.layers.{layer}.self_attn.o_pr
 
 
 def fields(hf: HFConfig) -> dict[str, Any]:
-    """config.json -> the fields of ModelConfig."""
+    """Reads the fields of ModelConfig from config.json; raises UserError for biases in the MLP."""
     if hf.get("mlp_bias", bool, False):
         raise UserError(f"config.json ({hf.architecture}): 'mlp_bias' is true; biases in the MLP are not supported")
     bias = hf.get("attention_bias", bool, False)

@@ -30,5 +30,5 @@ HF_NAMES = {
 
 
 def fields(hf: HFConfig) -> dict[str, Any]:
-    """config.json -> the fields of ModelConfig."""
+    """Reads the fields of ModelConfig from config.json."""
     return hf.common() | {"qkv_bias": True}

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3, dense (arXiv 2505.09388): Qwen2.5 with RMSNorm on q and k instead of the bias, and a head width of its own."""
+"""Qwen3, dense (arXiv 2505.09388): Qwen2.5 with RMSNorm on q and k instead of biases, and an explicit head width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HF_NAMES = qwen2.HF_NAMES | {
 
 
 def fields(hf: HFConfig) -> dict[str, Any]:
-    """config.json -> the fields of ModelConfig."""
+    """Reads the fields of ModelConfig from config.json."""
     bias = hf.get("attention_bias", bool, False)
     # transformers' default; every published Qwen3 config says 128 too.
     head_dim = hf.get("head_dim", int, 128)

@@ -21,7 +21,7 @@ HF_NAMES = qwen3.HF_NAMES | {
 
 
 def fields(hf: HFConfig) -> dict[str, Any]:
-    """config.json -> the fields of ModelConfig. `mlp_only_layers`, `decoder_sparse_step`: which layers are dense."""
+    """Reads the fields of ModelConfig from config.json; UserError if experts per token exceed the experts."""
     out = qwen3.fields(hf)
     if hf.get("head_dim", int, None) is None:  # unlike dense Qwen3, this family defaults to hidden / heads
         out["head_dim"] = out["hidden_size"] // out["num_heads"]

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders: weights, configuration, safetensors."""
+"""Reading and writing Hugging Face folders: config.json, safetensors, quantized releases, PEFT adapters."""

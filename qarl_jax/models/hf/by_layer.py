@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint layer by layer: one layer read as a model of its own, and a folder written from layers in files.
+"""Reads a checkpoint one layer at a time, each as a one-layer model, and names a layer's tensors for writing.
 
     config = layer_config(whole, 7)                       # one layer, without embedding and head
     params = read_layer(Checkpoint(folder, whole), whole, 7)
@@ -29,7 +29,7 @@ _STACK = "stacks.0."
 
 
 def layer_config(config: ModelConfig, layer: int) -> ModelConfig:
-    """One layer of a model as a model with a vocabulary of one token. Equal layers have equal configs."""
+    """Makes the config of a one-layer model of layer `layer`, with one token; equal layers have equal configs."""
     moe_layers = (0,) if layer in config.moe_layers else ()
     return dataclasses.replace(
         config.base, num_layers=1, vocab_size=1, tie_embeddings=True, moe_layers=moe_layers, splits=()
@@ -47,7 +47,7 @@ def _names(config: ModelConfig, layer: int) -> dict[str, np.ndarray]:
 
 
 def read_layer(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> nnx.State:
-    """Reads the masters of one layer, under their paths in the model of `layer_config`, without its other leaves.
+    """Reads the masters of one layer as params of the model of `layer_config`, without embedding and final norm.
 
     Raises:
       UserError: as `read_parameter`.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a Hugging Face config.json, key by key."""
+"""`HFConfig`, which reads a Hugging Face config.json key by key and refuses what is not supported."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class RopeScaling:
     """The stretching of rotary frequencies to longer contexts in Llama 3.1 (rope type "llama3").
 
     Attributes:
-      factor: what the wavelengths of slow frequencies are multiplied by.
+      factor: the factor by which the wavelengths of slow frequencies are multiplied.
       low_freq_factor, high_freq_factor: a wavelength longer than original_max_position_embeddings / low_freq_factor is
-        slow, one shorter than original_max_position_embeddings / high_freq_factor is left alone.
+        slow; a wavelength shorter than original_max_position_embeddings / high_freq_factor does not change.
       original_max_position_embeddings: positions of the model before the stretch.
     """
 
@@ -78,7 +78,7 @@ class RopeScaling:
 
 
 class HFConfig:
-    """Reads config.json key by key; a missing, mistyped or unsupported key is one sentence that names it."""
+    """Reads config.json key by key; a missing, mistyped or unsupported key raises a UserError that names it."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
@@ -91,13 +91,13 @@ class HFConfig:
         self.architecture = named[0]
 
     def require(self, key: str, kind: type = int) -> Any:
-        """The value of a key that must be there, as `kind`."""
+        """Returns the value of a required key, checked to be of type `kind`."""
         if self.values.get(key) is None:
             raise UserError(f"config.json ({self.architecture}): key {key!r} is missing")
         return self.get(key, kind, None)
 
     def get(self, key: str, kind: type, default: Any) -> Any:
-        """The value of an optional key (absent or null: `default`), as `kind`."""
+        """Returns the value of an optional key, checked to be of type `kind`; `default` if it is absent or null."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -108,7 +108,7 @@ class HFConfig:
         return value
 
     def rope_theta(self) -> float:
-        """The rotary base, from `rope_theta` or from transformers 5's `rope_parameters`."""
+        """Returns RoPE's base, from `rope_theta` or from transformers 5's `rope_parameters`."""
         theta = self.get("rope_theta", float, 10000.0)
         for key in ("rope_scaling", "rope_parameters"):
             rope = self.get(key, dict, {})
@@ -123,7 +123,7 @@ class HFConfig:
         return theta
 
     def rope_scaling(self) -> RopeScaling | None:
-        """Llama 3.1's stretch of the rotary frequencies, from either spelling; any other rescaling is refused."""
+        """Returns Llama 3.1's RoPE scaling, from `rope_scaling` or `rope_parameters`; other kinds raise UserError."""
         found = None
         for key in ("rope_scaling", "rope_parameters"):
             rope = self.get(key, dict, {})
@@ -140,7 +140,7 @@ class HFConfig:
         return found
 
     def refuse_unsupported(self) -> None:
-        """Features that would change the model's function and are not implemented raise, with the key's name."""
+        """Raises UserError, with the key's name, for features that change the model's outputs and are not supported."""
         act = self.values.get("hidden_act", "silu")
         if act != "silu":
             raise UserError(f"config.json ({self.architecture}): 'hidden_act' is {act!r}; only 'silu' is supported")
@@ -164,7 +164,7 @@ class HFConfig:
         rules_of(self.values.get("quantization_config"))
 
     def common(self) -> dict[str, Any]:
-        """The ModelConfig fields that every family spells alike."""
+        """Returns the fields of ModelConfig that have the same keys in every family; refuses unsupported features."""
         self.refuse_unsupported()
         heads, width = self.require("num_attention_heads"), self.require("hidden_size")
         head_dim = self.get("head_dim", int, None)

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT folders <-> adapters: adapter_config.json and adapter_model.safetensors, which transformers and vLLM load.
+"""Reads and writes LoRA adapters as PEFT folders (adapter_config.json, adapter_model.safetensors).
 
-Written are one rank and one alpha for all linear maps, and tensors as the forward reads them. vLLM 0.25 ignores
-`rank_pattern` and `alpha_pattern`, so that they are never written. Where they are read, a scale that differs from the
-run's is folded into B, and an adapter of a smaller rank is filled up: fresh rows of A, zero columns of B.
+A written folder has one rank and one alpha for all linear maps, and tensors in the compute dtype. It has no
+`rank_pattern` or `alpha_pattern`, because vLLM 0.25 ignores them. When a folder is read, a scale that differs from the
+run's is folded into B. An adapter of a smaller rank is padded with fresh rows of A and zero columns of B.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def write_peft(
     """Writes the adapters of `params` into an existing folder.
 
     Args:
-      config: the model's, with `lora`.
-      params: masters, of other leaves too; adapters are written in the compute dtype, to which the forward rounds.
-      alpha, rslora: what `config.lora.scale` comes from.
-      base: the base model's folder or name, for whoever loads the adapters.
+      config: the model's config, with `lora`.
+      params: masters; leaves that are no adapter's are ignored. Adapters are written in the compute dtype.
+      alpha, rslora: the LoRA settings from which `config.lora.scale` was computed.
+      base: the base model's folder or name, written for readers of the folder.
     """
     assert config.lora is not None
     dtype, own, names = np.dtype(config.compute_dtype), by_path(params), _own_names(config)
@@ -97,14 +97,14 @@ def write_peft(
 
 
 def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
-    """Reads a PEFT folder for adapters of `config`; asks JAX for no device.
+    """Reads a PEFT folder and checks that its adapters fit `config`, without a JAX device.
 
     Returns:
       (adapter_config.json, {path of an adapter's leaf: a float32 array per layer, as in the file}).
 
     Raises:
-      UserError: no such folder, or one of another kind of adapter, base, rank or targets, or with numbers that are not
-        finite; the sentence names the file, and the setting or tensor.
+      UserError: there is no such folder, or its kind of adapter, base, rank or targets do not fit, or numbers are not
+        finite; the message names the file, and the setting or tensor.
     """
     path = pathlib.Path(folder)
     if not (path / CONFIG).is_file():
@@ -139,7 +139,7 @@ def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
     """Reads adapters of `config` from a PEFT folder.
 
     Args:
-      fresh: fresh adapters (`fresh_adapters`), whose places, dtypes and first rows of A, where ranks differ, are kept.
+      fresh: fresh adapters (`fresh_adapters`), for placement, dtypes, and rows of A above the folder's rank.
 
     Raises:
       UserError: as `check_peft`.

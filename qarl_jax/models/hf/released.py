@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that were released quantized: `quantization_config` of compressed-tensors as rules, and their tensors.
+"""Reads folders that were released quantized in compressed-tensors' format: `quantization_config`, codes and scales.
 
-A folder's section says for each linear layer what a scheme's layout says (`Scheme.wire`): format, bits, groups,
-activations. So a layer is read if one of our schemes has its layout. How its codes were chosen does not matter, nor do
-several numbers under nvfp4, of weights that an engine fuses: the bridge's layers keep each.
+The section `quantization_config` gives each linear layer a format, bits, groups and activations. A layer can be read if
+one of our schemes has this layout (`Scheme.wire`), however its codes were chosen. Under nvfp4, weights that an engine
+fuses may have different global scales: the bridge's layers keep each.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FOREIGN = ("kv_cache_scheme", "sparsity_config", "transform_config")
 
 
 def rules_of(section: Mapping[str, Any] | None) -> Rules:
-    """The rules that a `quantization_config` stands for; none where it is None or empty.
+    """Translates a `quantization_config` to `Rules`, which are empty if it is None or empty.
 
     Raises:
-      UserError: not of compressed-tensors, or a group that is no scheme's; the sentence names what was found.
+      UserError: it is not compressed-tensors', or no scheme has a group's layout; the message names what was found.
     """
     if not section:
         return Rules()
@@ -112,17 +112,17 @@ def _words(given: Mapping[str, Any] | None) -> str:
 
 
 def fits(held: Scheme | None, asked: Scheme | None) -> bool:
-    """Tells whether a layer under `held` has the layout of `asked`."""
+    """Tells whether weights under the scheme `held` have the layout of the scheme `asked`; None is bf16."""
     if held is None or asked is None:
         return held is asked
     return dataclasses.replace(held.wire, scheme="") == dataclasses.replace(asked.wire, scheme="")
 
 
 def check_fits(module: str, held: Scheme | None, asked: Scheme | None) -> None:
-    """Refuses a frozen layer of a quantized folder under another scheme: nothing is there to quantize it from.
+    """Checks that a frozen layer was released under the scheme that the config asks for; it cannot be requantized.
 
     Raises:
-      UserError: with the setting that would do.
+      UserError: the schemes differ; the message names the setting that fits.
     """
     if not fits(held, asked):
         size = getattr(held, "group_size", None)
@@ -135,18 +135,18 @@ def check_fits(module: str, held: Scheme | None, asked: Scheme | None) -> None:
 
 
 def read(tensor: Callable[[str], np.ndarray | None], module: str, shape: tuple[int, int], scheme: Scheme) -> QTensor:
-    """A layer's codes and scales as a folder has them.
+    """Reads a layer's codes and scales from a folder.
 
-    Scales of another float dtype than the scheme's are taken if that changes no value.
+    Scales in another float dtype than the scheme's are converted if no value changes.
 
     Args:
-      tensor: a tensor of the folder by name, None: there is none. module: the layer. shape: (N, K) that it must have.
+      tensor: returns a tensor of the folder by name, or None if there is none. module: the layer. shape: its (N, K).
 
     Returns:
       A QTensor of numpy arrays, the codes views of their file.
 
     Raises:
-      UserError: a tensor is missing or does not fit the layout.
+      UserError: a tensor is missing, does not fit the layout, or is not finite.
     """
     tensors = {}
     for array in scheme.wire.arrays:

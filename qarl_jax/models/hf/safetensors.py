@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files, read through a memory map and written in one pass, so that neither holds more than one tensor.
+"""Reads safetensors files through a memory map and writes them in one pass, with at most one tensor in memory.
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes.
-(https://huggingface.co/docs/safetensors; the `safetensors` package is the oracle in tests.)
+(https://huggingface.co/docs/safetensors; tests compare with the `safetensors` package.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Shapes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape by name,
 
 
 class SafetensorsFile:
-    """One file, its header checked whole before any tensor is read.
+    """One safetensors file; the constructor checks the whole header. `entries`: {name: (dtype, shape, offset)}.
 
     Raises:
       UserError: the file is missing, truncated, not a safetensors file, or lists a tensor twice.
@@ -100,7 +100,7 @@ def write(path: pathlib.Path, shapes: Shapes, tensors: Iterable[tuple[str, np.nd
     Args:
       path: the file.
       shapes: dtype and shape of every tensor, in the order in which `tensors` yields them.
-      tensors: (name, array); each is written before the next is asked for.
+      tensors: (name, array); each is written before the next is drawn from the iterable.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -128,10 +128,10 @@ def write_sharded(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """`write`s a checkpoint: one file, or several and the index that lists their tensors.
+    """Writes a checkpoint: one file, or several files and an index of their tensors.
 
     Args:
-      folder: an existing one.
+      folder: an existing folder.
       shapes, tensors: as in `write`.
       max_bytes: a new file begins when one would grow beyond this.
     """

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders <-> parameters, tensor by tensor, through the one name table of each model file.
+"""Reads and writes Hugging Face folders, tensor by tensor; each model family has a table of tensor names.
 
 Loading fills every shard of every stacked parameter straight from the memory-mapped files: the host never holds more
-than one parameter. Writing goes layer by layer. The same iteration (`export_tensors`) feeds the bridge.
+than one parameter. Writing goes layer by layer (`export_tensors`); a publish through the bridge uses it too.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _PIECE_BYTES = 64 << 20  # of a cast that goes to the host
 
 
 def hf_names(config: ModelConfig) -> dict[str, np.ndarray]:
-    """{parameter path: object array of Hugging Face names}, in model order.
+    """Maps every parameter's path to an object array of its tensors' Hugging Face names, in model order.
 
-    The array's shape is that of the parameter's stack dims: () for the embedding, [L] for a layer's weight, [L, E] for
-    an expert's. `params[path][index]` is the tensor `hf_names(config)[path][index]`, in both directions.
+    The array has the shape of the parameter's stack dims: () for the embedding, [L] for a layer's weight, [L, E] for
+    an expert's. `params[path][index]` is the tensor `hf_names(config)[path][index]`.
     """
     return dict(_names(config))
 
@@ -73,13 +73,13 @@ def _names(config: ModelConfig) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of one layer's tensors, or of a tensor outside of the layers, in the parameters.
+    """The part of a stacked parameter that one layer owns, or a parameter outside of the layers.
 
     Attributes:
-      path: of the parameter.
-      index: the layer's number in its stack; None: there is no stack.
-      names: of its tensors at Hugging Face: one, or one per expert.
-      experts: whether there is one per expert.
+      path: path of the parameter.
+      index: the layer's index in its stack; None: the parameter is not stacked.
+      names: Hugging Face names of its tensors: one, or one per expert.
+      experts: whether `names` has a name per expert.
     """
 
     path: str
@@ -89,8 +89,8 @@ class Place:
 
 
 def checkpoint_order(config: ModelConfig) -> Iterator[list[Place]]:
-    """All places in the order of files and of publishing: embedding, layers one by one, final norm, head (if not
-    tied), and adapters, layer by layer."""
+    """Yields all parameters, a list per layer, in the order of files and of publishing: embedding, layers, final norm,
+    head (if not tied), and adapters, layer by layer."""
     names = hf_names(config)
 
     def top(path: str) -> Iterator[list[Place]]:
@@ -118,7 +118,7 @@ class Checkpoint:
     """The tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json lists.
 
     Raises:
-      UserError: no weights, a shard missing or damaged, a tensor in two files, an index that disagrees with its files.
+      UserError: weights or a shard are missing or damaged, a tensor is in two files, or the index disagrees with them.
     """
 
     def __init__(self, folder: str | pathlib.Path, config: ModelConfig):
@@ -150,7 +150,8 @@ class Checkpoint:
         return iter(self._file_of)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A float tensor of exactly `shape`, as a view of its file; of a quantized layer, what it stands for."""
+        """Returns a float tensor as a view of its file; a quantized layer's weight is dequantized. Raises UserError if
+        the tensor has another shape than `shape` or is no float tensor."""
         if name in self.released:
             return np.asarray(dequantize(self.codes(name, shape), jnp.float32))
         file = self._file_of[name]
@@ -164,7 +165,8 @@ class Checkpoint:
         return file.tensor(name)
 
     def codes(self, name: str, shape: tuple[int, ...], scheme: Scheme | None = None) -> QTensor:
-        """The QTensor of a quantized layer's weight [N, K], as views of the files. scheme: None: the folder's."""
+        """Returns the QTensor of a quantized layer's weight [N, K], as views of the files, under `scheme` (None: the
+        folder's). Raises UserError if the tensors do not fit it."""
         n, k = shape
         scheme = scheme or self.released[name]
         file = lambda tensor: self._file_of[tensor].tensor(tensor) if tensor in self._file_of else None  # noqa: E731
@@ -175,10 +177,10 @@ class Checkpoint:
 
 
 def check_names(config: ModelConfig, found: set[str], where: str) -> None:
-    """Every tensor the config asks for is in `found`, and nothing else is.
+    """Checks that `found` has every tensor that the config needs, and no other.
 
     Raises:
-      UserError: tensors are missing or unexpected; the sentence names the first ones.
+      UserError: tensors are missing or unexpected; the message names the first ones.
     """
     schemes = released_schemes(config)
     plain = {str(name) for names in hf_names(config).values() for name in names.reshape(-1)} - set(schemes)
@@ -198,10 +200,10 @@ def check_names(config: ModelConfig, found: set[str], where: str) -> None:
 
 
 def check_weights(folder: str | pathlib.Path, config: ModelConfig) -> None:
-    """Compares names, shapes and dtypes of a folder's tensors with what `config` asks for; reads scales alone.
+    """Checks names, shapes and dtypes of a folder's tensors against `config`; of the tensors it reads only scales.
 
     Raises:
-      UserError: as `load_masters`, but for weights that are not finite.
+      UserError: as `load_masters`, except for weights that are not finite.
     """
     checkpoint = Checkpoint(folder, config)
     check_names(config, set(checkpoint), str(folder))
@@ -231,15 +233,15 @@ def load_hf(
       path: the folder.
       dtype: compute dtype, "float32" or "bfloat16".
       scheme: quantization of the linear layers: a name ("bf16", "w8a8", "w4a16:g64") or rules (`parse_rules`).
-      mesh: where the weights go (`mesh.make_mesh`); None: the default device.
-      param_dtype: dtype of the masters; None: dtype.
-      group_size: group size of a scheme whose name does not say it.
-      engine: whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
+      mesh: the devices over which the weights are sharded (`mesh.make_mesh`); None: the default device.
+      param_dtype: dtype of the masters; None: `dtype`.
+      group_size: group size of a scheme whose name has none.
+      engine: the engine whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
       attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra stack boundaries.
-      shards: of the engine that is mirrored (`Numerics.shards`).
+      shards: tensor-parallel shards of the mirrored engine (`Numerics.shards`).
 
     Raises:
-      UserError: anything wrong with the folder; one sentence names the file, key or tensor.
+      UserError: something is wrong with the folder; the message names the file, key or tensor.
     """
     config = read_config(
         path,
@@ -255,7 +257,7 @@ def load_hf(
 
 
 def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[Any, nnx.State]:
-    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them, and no adapter.
+    """Loads (graphdef, masters) of a folder whose config.json was read; it makes no QTensors and no adapters.
 
     Raises:
       UserError: as `load_hf`.
@@ -270,11 +272,11 @@ def read_masters(
     mesh: Mesh | None = None,
     frozen: Callable[[str], bool] = lambda path: False,
 ) -> Iterator[tuple[Any, nnx.Variable]]:
-    """Yields the entries of `load_masters` as they are read, so that no two need be held at once.
+    """Yields (keys, variable) of `load_masters`, one parameter at a time, so that the host holds only one.
 
     Args:
-      frozen: tells by its path whether a leaf never learns. Its master has the compute dtype, a learning one's the
-        config's `param_dtype`. A frozen weight that the folder holds quantized has no master: its QTensor is yielded.
+      frozen: tells from a leaf's path whether it is frozen. Frozen leaves have the compute dtype, others the config's
+        `param_dtype`. For a frozen weight that the folder holds quantized, its QTensor is yielded instead of a master.
 
     Raises:
       UserError: as `load_hf`, or a frozen weight was released under another scheme than the config's.
@@ -311,7 +313,7 @@ def read_masters(
 
 @functools.lru_cache(maxsize=32)
 def released_schemes(config: ModelConfig) -> dict[str, Scheme]:
-    """{Hugging Face name: scheme} of the weights that the config's folder holds quantized."""
+    """Maps the Hugging Face names of weights that the config's folder holds quantized to their schemes."""
     if not config.released.rules:
         return {}
     paths = quantizable(abstract_model(config))
@@ -321,10 +323,10 @@ def released_schemes(config: ModelConfig) -> dict[str, Scheme]:
 
 
 def check_released(config: ModelConfig, frozen: Callable[[str], bool]) -> None:
-    """Compares the schemes of a folder's own weights with the config's, from config.json alone.
+    """Checks that frozen weights of a quantized folder have the config's schemes; it reads config.json alone.
 
     Raises:
-      UserError: a weight whose path is `frozen` was released under another scheme than the config's.
+      UserError: a weight for whose path `frozen` is true was released under another scheme than the config's.
     """
     schemes = released_schemes(config)
     for path in quantizable(abstract_model(config)) if schemes else ():
@@ -358,10 +360,10 @@ def _read_codes(
 
 
 def read_parameter(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-    """Reads one (stacked) parameter from its tensors; each device's shard is read by itself.
+    """Reads one (stacked) parameter from its tensors, one device's shard after another.
 
     Args:
-      names: of its tensors, an array of the stack dims' shape. like: shape and dtype of the parameter.
+      names: names of its tensors, in the shape of the stack dims. like: shape and dtype of the parameter.
 
     Raises:
       UserError: a tensor is missing, has another shape, or holds numbers that are not finite.
@@ -440,9 +442,9 @@ def export_tensors(
     Args:
       params: masters. qweights: their QTensors, or an empty State.
       config: the model's config.
-      dtype: what masters are cast to.
-      stacked: whether the experts of a layer come as one tensor [E, ...], under the name of the first.
-      paths: of the parameters whose tensors are wanted; None: all.
+      dtype: the dtype to which masters are cast.
+      stacked: whether the experts of a layer are yielded as one tensor [E, ...], under the name of the first.
+      paths: paths of the wanted parameters; None: all.
 
     Yields:
       For a weight with a QTensor, its name ("...q_proj.weight") and a QTensor of numpy arrays ([N, K] logically); for
@@ -480,7 +482,7 @@ def export_tensors(
 
 
 def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, Any]:
-    """The config.json of a model: as read, else (a model made here) written from its fields."""
+    """Makes the config.json of a model: the one that was read, or, for a model made here, one from its fields."""
     values = json.loads(config.hf_config)
     if not values:
         values = {
@@ -526,11 +528,11 @@ def save_hf(
     dtype: Any = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes the masters as a Hugging Face folder that transformers and vLLM load.
+    """Writes the masters as a Hugging Face folder that transformers and vLLM can load.
 
     Args:
       model: the model; its QTensors are not written.
-      path: the folder, made if needed. Files appear whole or not at all; config.json is written last.
+      path: the folder, made if needed. A safetensors file is renamed into place when complete; config.json is last.
       dtype: dtype of the tensors.
       max_shard_bytes: a new file begins when one would grow beyond this.
     """
@@ -540,7 +542,7 @@ def save_hf(
 
 
 def tensor_shapes(config: ModelConfig, dtype: np.dtype) -> safetensors.Shapes:
-    """Dtype and shape of every tensor of a folder by Hugging Face name, in `checkpoint_order`."""
+    """Computes dtype and shape of every tensor of a written folder, by Hugging Face name, in `checkpoint_order`."""
     masters = by_path(split(abstract_model(config))[1])
     shape_of = {
         str(name): (np.dtype(dtype_in(masters[own], dtype)), masters[own].shape[names.ndim :])
@@ -557,7 +559,7 @@ def write_hf(
     dtype: Any = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes (name, tensor) pairs in `checkpoint_order` as a Hugging Face folder; else as `save_hf`."""
+    """Writes (name, tensor) pairs, given in `checkpoint_order`, as a Hugging Face folder; arguments as in `save_hf`."""
     folder, dtype = pathlib.Path(path), jnp.dtype(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     # Two passes over the same order: shapes first (a header needs them all), bytes second.

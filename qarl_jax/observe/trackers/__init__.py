@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Places beside the run's own files that show its metrics and samples: one file each, chosen by `log.trackers`.
+"""Trackers (TensorBoard, W&B, MLflow, Trackio) that show a run's metrics and samples; `log.trackers` chooses them.
 
-A tracker reads metrics.jsonl and samples.jsonl as they grow, in a process of its own (`follower.py`; the trainer's end
-of it is `watched.py`). So it can neither block the trainer nor end it, and what it missed it finds in the files.
+A tracker reads metrics.jsonl and samples.jsonl as they grow, in a separate process (`follower.py`), which the trainer
+starts and watches (`watched.py`). So it cannot block or end the trainer, and the files hold what it missed.
 """
 
 from qarl_jax.observe.trackers import mlflow, tensorboard, trackio, wandb

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.observe.trackers.follower TRACKER RUN_DIR PROJECT`: hands a run's records on until the run ends.
+"""`python -m qarl_jax.observe.trackers.follower TRACKER RUN_DIR PROJECT`: sends a run's records to a tracker.
 
-Started by the trainer, one per tracker. A byte on standard input says that the run ended: 0 as it should, else not.
-If the trainer is killed, what it wrote is handed on, and the process ends.
+The trainer starts one per tracker. A byte on standard input says that the run ended: "0" without an error, else with
+one. If the trainer is killed, the process sends what was written, and ends.
 
-`<run_dir>/trackers/<tracker>-<id>.json` holds how far it got. Whatever it says is in `<tracker>.log` beside.
+`<run_dir>/trackers/<tracker>-<id>.json` holds the last step sent. Its output is in `<tracker>.log` beside.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LEAVE_S = 600.0
 
 
 class Follower:
-    """Hands on the lines that its tracker has not had yet.
+    """Sends new lines of a run's files to its tracker.
 
     Args:
       kind: a key of `TRACKERS`.
-      folder: of a run that has a run.json.
-      project: under which the tracker files it.
+      folder: folder of a run that has a run.json.
+      project: project or experiment of the run in the tracker.
     """
 
     def __init__(self, kind: str, folder: Path, project: str):
@@ -63,7 +63,7 @@ class Follower:
         self._keep()
 
     def look(self) -> None:
-        """Hands on what was written since the last look."""
+        """Sends the lines that were written since the last call."""
         steps: dict[int, dict[str, list[dict[str, Any]]]] = {}
         for name, tail in self._files.items():
             for _, line in tail.read()[1]:
@@ -81,7 +81,7 @@ class Follower:
             self._keep()
 
     def close(self, *, ended: bool) -> None:
-        """The run has ended."""
+        """Sends the remaining lines and closes the tracker. ended: the run ended without an error."""
         self.look()
         self._tracker.close(ended=ended)
 
@@ -92,7 +92,7 @@ class Follower:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl, those that are not finite as they were."""
+    """Returns the numbers of a line of metrics.jsonl, with non-finite ones (null in the file) restored."""
     lost = {key: float(text) for key, text in record.get("nonfinite", {}).items()}
     return {key: v for key, v in record.items() if isinstance(v, (int, float)) and key != "step"} | lost
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow, at MLFLOW_TRACKING_URI: a server, or by default a database in the folder that the run was started from."""
+"""Tracks a run with MLflow at MLFLOW_TRACKING_URI: a server, or by default a database in the working folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARAMS, _LONGEST = 100, 500
 
 
 class Tracker:
-    """See `tracker.Tracker`."""
+    """Sends records to MLflow; see `tracker.Tracker`."""
 
     rewinds = False
 

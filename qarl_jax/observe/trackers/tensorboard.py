@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Event files for TensorBoard, in the run's folder `tensorboard/`, with samples as text."""
+"""Writes event files for TensorBoard to the run's folder `tensorboard/`, with samples as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qarl_jax.observe.trackers.tracker import COLUMNS, Tracked
 
 
 class Tracker:
-    """See `tracker.Tracker`."""
+    """Writes records as TensorBoard events; see `tracker.Tracker`."""
 
     rewinds = True
 

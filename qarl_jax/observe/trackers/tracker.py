@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a tracker, and the run that it is told about."""
+"""The interface of a tracker, and the description of a run that it gets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """A run, as a tracker is given it.
+    """The description of a run that a tracker gets.
 
     Attributes:
-      id: stands in run.json; a resumed run keeps it.
-      name: the folder's.
-      known: the tracker's own name for this run, from an earlier process; empty: it is new there.
-      first: the step that this process begins with.
+      id: the run's id in run.json; a resumed run keeps it.
+      name: name of the run's folder.
+      known: the tracker's id of this run, from an earlier process; empty for a new run.
+      first: the first step that this process sends.
     """
 
     id: str
@@ -37,13 +37,13 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Hands records on. It lives in a process of its own, where it may block, raise or die.
+    """Sends records to a service. It runs in a separate process, where it may block, raise or die.
 
-    Made with a `Tracked`. A module imports its package when this is done, not before.
+    The constructor takes a `Tracked`, and imports the service's package.
 
     Attributes:
-      known: the tracker's own name for the run, with which a later process finds it again.
-      rewinds: True if steps that were sent may be sent again, and then replace what was sent.
+      known: the service's id of the run, with which a later process continues it.
+      rewinds: True if a step may be sent again and then replaces the earlier one.
     """
 
     known: str
@@ -52,26 +52,26 @@ class Tracker(Protocol):
     def __init__(self, run: Tracked): ...
 
     def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One step's metrics, those that are not finite among them."""
+        """Sends one step's metrics; non-finite values are among them."""
 
     def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """One step's samples, a value for each of `COLUMNS`."""
+        """Sends one step's samples: rows with a value for each of `COLUMNS`."""
 
     def flush(self) -> None:
-        """There is nothing more for the moment."""
+        """Sends buffered records; called when no more lines are waiting."""
 
     def close(self, *, ended: bool) -> None:
-        """There is nothing more at all. ended: the run was not killed and raised no error."""
+        """Ends the tracked run. ended: the run was not killed and raised no error."""
 
 
 def row(sample: Mapping[str, Any]) -> list[Any]:
-    """A line of samples.jsonl as a row of the table. Half a character, which no file can hold, becomes "?"."""
+    """Converts a line of samples.jsonl to a row of the table. Lone surrogates, which no file can hold, become "?"."""
     values = [sample.get(column) for column in COLUMNS]
     return [v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for v in values]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config with dotted names. Example: {"loss": {"name": "tbpo"}} -> {"loss.name": "tbpo"}."""
+    """Flattens a nested config to dotted names. Example: {"loss": {"name": "tbpo"}} -> {"loss.name": "tbpo"}."""
     out: dict[str, Any] = {}
     for key, value in config.items():
         out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

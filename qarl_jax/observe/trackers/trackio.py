@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trackio: on this machine, under TRACKIO_DIR (`trackio show`), or in the Space that TRACKIO_SPACE_ID names."""
+"""Tracks a run with Trackio: on this machine under TRACKIO_DIR (`trackio show`), or in the Space TRACKIO_SPACE_ID."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qarl_jax.observe.trackers.tracker import COLUMNS, Tracked
 
 
 class Tracker:
-    """See `tracker.Tracker`. Trackio finds a run by its name, which therefore ends with the run's id."""
+    """Sends records to Trackio, which finds a run by name: the name ends with the run's id. See `tracker.Tracker`."""
 
     rewinds = False
 

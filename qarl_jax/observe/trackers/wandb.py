@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases. Its variables choose server, entity and mode: WANDB_BASE_URL, WANDB_ENTITY, WANDB_MODE=offline."""
+"""Tracks a run with Weights & Biases; WANDB_BASE_URL, WANDB_ENTITY, WANDB_MODE=offline choose where."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qarl_jax.observe.trackers.tracker import COLUMNS, Tracked
 
 
 class Tracker:
-    """See `tracker.Tracker`. Its files are in the run's folder `wandb/`."""
+    """Sends records to Weights & Biases; see `tracker.Tracker`. Its files are in the run's folder `wandb/`."""
 
     rewinds = False
 

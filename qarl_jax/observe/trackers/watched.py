@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's end of trackers: starts their processes, notices if one dies, and waits a while for all at the end."""
+"""Starts the trackers' processes from the trainer, warns if one dies, and waits for them at the run's end."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PATIENCE_S = 20.0
 
 
 def missing(kinds: Iterable[str]) -> list[str]:
-    """The trackers whose package is not installed. Imports none."""
+    """Lists the trackers whose package is not installed, without importing any."""
     return [kind for kind in kinds if importlib.util.find_spec(PACKAGES.get(kind, kind)) is None]
 
 
 class Watched:
-    """A tracker's process. Nothing here raises, and nothing but `wait` waits.
+    """A tracker's process, as the trainer sees it. No method raises, and only `wait` waits.
 
     Args:
       kind: a key of `TRACKERS`.
-      folder: of a run that has its run.json.
-      project: under which the tracker files it.
+      folder: folder of a run that has a run.json.
+      project: project or experiment of the run in the tracker.
     """
 
     def __init__(self, kind: str, folder: Path, project: str):
@@ -57,18 +57,18 @@ class Watched:
             self._lost(error.strerror or str(error))
 
     def check(self) -> None:
-        """Says so, once, if the process is gone."""
+        """Logs a warning, once, if the process has ended."""
         if self._process is not None and self._process.poll() is not None:
             self._hang_up(b"")
             self._lost(_last_line(self._log))
 
     def end(self, *, ended: bool) -> None:
-        """Lets the tracker hand on what is left, and finish. ended: the run was not stopped by an error."""
+        """Tells the tracker to send the remaining records and finish. ended: the run was not stopped by an error."""
         self.check()
         self._hang_up(b"0" if ended else b"1")
 
     def wait(self, seconds: float) -> None:
-        """Waits so long for a tracker that was told to end."""
+        """Waits at most `seconds` for a tracker that was told to end."""
         process = self._process
         if process is None:
             return
@@ -98,7 +98,7 @@ class Watched:
 
 
 def close(trackers: Sequence[Watched], *, ended: bool) -> None:
-    """Ends trackers side by side, and waits `PATIENCE_S` for them in all."""
+    """Ends all trackers at once, and waits for them for `PATIENCE_S` seconds in all."""
     for tracker in trackers:
         tracker.end(ended=ended)
     deadline = time.monotonic() + PATIENCE_S

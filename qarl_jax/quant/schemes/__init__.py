@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of schemes, and what is done with one of them.
+"""The registry of quantization schemes, and functions that parse, quantize and dequantize under one.
 
-A scheme is one file with a `Scheme`. To add one, write the file and add one line here; the batteries in tests/quant and
-tests/bridge pick it up from the registry.
+A scheme is one file with a subclass of `Scheme`. To add one, write the file and add one line here; the tests in
+tests/quant and tests/bridge run for every scheme of the registry.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ WIDTHS = (8, 4, 2)  # of the nested grid
 
 
 def scheme_names() -> tuple[str, ...]:
-    """Every name `parse_scheme` knows, "bf16" included."""
+    """Lists every name that `parse_scheme` accepts, "bf16" included."""
     return ("bf16", *SCHEMES)
 
 
 def parse_scheme(text: str, group_size: int | None = None) -> Scheme | None:
-    """ "w4a16", "w4a16:g64", "w8a8", "bf16" -> a scheme Config; None for "bf16", which has no QTensor.
+    """Parses a scheme's name ("w4a16", "w4a16:g64", "w8a8") into its Config; "bf16", which has no QTensor, gives None.
 
     Args: text: name, optionally with ":g<group size>" (-1: per output channel). group_size: the group size where the
       text gives none; ignored by schemes without groups. None: the scheme's default.
 
     Raises:
-      UserError: unknown name, malformed or contradictory group size.
+      UserError: the name is unknown, or the group size is malformed or the scheme has none.
     """
     name, _, suffix = text.partition(":")
     if name == "bf16" and not suffix:
@@ -106,12 +106,12 @@ def parse_scheme(text: str, group_size: int | None = None) -> Scheme | None:
 
 
 def on_engine(scheme: Scheme | None, numerics: Numerics) -> Scheme | None:
-    """`Scheme.on`, of None (bf16) too."""
+    """Returns `scheme.on(numerics)`, or None for None (bf16)."""
     return None if scheme is None else scheme.on(numerics)
 
 
 def quantizes_activations(scheme: Scheme | None) -> bool:
-    """Tells whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
+    """Tells whether activations are quantized before a product under this scheme. None (bf16): no."""
     return scheme is not None and scheme.low_bit_activations
 
 
@@ -132,20 +132,20 @@ def quantize(
     name: str = "",
     beside: Sequence[Float[Array | np.ndarray, "*L _ K"]] = (),
 ) -> QTensor:
-    """The one function from a master weight to its published low-bit form.
+    """Quantizes a master weight to the codes and scales that are published. No other function does it.
 
     Args:
       w: [..., N, K] master, any leading dimensions, float32 or bfloat16. It is rounded to bfloat16 first, so that a
         float32 master and its bfloat16 export have the same codes.
       scheme: a Config of SCHEMES.
       name: the weight's path, for error messages.
-      beside: the other weights that an engine fuses with it; read where `scheme.one_range`.
+      beside: the other weights that an engine fuses with this one; read only where `scheme.one_range` is true.
 
     Returns:
       A QTensor. Pure and jit-able; on a mesh, a sharding of the leading and N dimensions passes through.
 
     Raises:
-      UserError: K does not suit the scheme.
+      UserError: the scheme cannot quantize K inputs, for example because its group does not divide them.
     """
     check_quantizable(w.shape, scheme, name)
     return _quantize(w, tuple(beside) if scheme.one_range else (), scheme)
@@ -157,10 +157,10 @@ def _quantize(w: jax.Array, beside: tuple[jax.Array, ...], scheme: Scheme) -> QT
 
 
 def at_width(scheme: Scheme | None, bits: int) -> Scheme | None:
-    """The scheme of another width of the same 8-bit grid (`nested_grid.py`); None (bf16) has one width, and stays.
+    """Returns the scheme of the same 8-bit grid at another bit width (`nested_grid.py`); None (bf16) gives None.
 
     Raises:
-      UserError: the scheme is no grid of several widths, or has no such width.
+      UserError: the scheme has only one bit width, or lacks this one.
     """
     if scheme is None:
         return None
@@ -177,15 +177,15 @@ def at_width(scheme: Scheme | None, bits: int) -> Scheme | None:
 
 
 def over_widths(loss: Callable[..., jax.Array], widths: Sequence[int], slices: str = "midpoint") -> Callable[..., Any]:
-    """The mean of a loss over several widths of one model.
+    """Makes a loss that is the mean of `loss` over several bit widths of one model.
 
     Args:
       loss: (params, qweights, *inputs) -> scalar.
-      widths: of 8, 4 and 2.
-      slices: midpoint or shift.
+      widths: bit widths, some of 8, 4 and 2.
+      slices: "midpoint" or "shift": how narrower codes are cut out of 8 bits (`nested_grid.py`).
 
     Returns:
-      The same function of `qweights` under w8a16_asym; QTensors of other schemes are left as they are.
+      A function like `loss` that takes `qweights` under w8a16_asym; it leaves QTensors of other schemes unchanged.
     """
 
     def cut(leaf: Any, bits: int) -> Any:
@@ -207,7 +207,7 @@ def over_widths(loss: Callable[..., jax.Array], widths: Sequence[int], slices: s
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]:
-    """The weight a QTensor stands for, [..., N, K] in `dtype`.
+    """Computes the weight that a QTensor stands for, [..., N, K] in `dtype`.
 
     The values are bf(code * scale) for the 4-bit schemes and the float32 product code * scale for the 8-bit ones.
     """

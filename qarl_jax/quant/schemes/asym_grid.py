@@ -14,8 +14,8 @@ R(x) = floor(x + 1/2), half up:
 An error is therefore half a step at most, in every group. t is a power of two, so that (q - z) s t has at most eight
 significant bits up to four bits a weight: bfloat16 holds it exactly, and so does a bfloat16 scale s t.
 
-**What is read out of the paper.** Its formulas were found second-hand: s = (max - min) / (2^n - 1),
-z = -round(min / s), q = clip(round(x / s) + z, 0, 2^n - 1), groups of 32, e4m3 group scales. Ours where that is open:
+**What is read out of the paper.** We know its formulas second-hand: s = (max - min) / (2^n - 1),
+z = -round(min / s), q = clip(round(x / s) + z, 0, 2^n - 1), groups of 32, e4m3 group scales. We chose the rest:
 ties go up (a split channel's codes then add up exactly, and z may be added before or after); one-sided groups are
 widened to hold 0; a scale rounds down where no code is clipped by it. A group of one value c comes back as top s t,
 which is c wherever c / top is on the grid of scales, and within a sixteenth of c elsewhere.
@@ -27,15 +27,15 @@ bits) and t 2^(bits - 8), so that slices of an 8-bit grid have the same arrays. 
 weight, in groups of 64 2.25.
 
 **Product.** w = bf((q - z) s t), then an ordinary product with float32 accumulation, as in `w4a16`. With low-bit
-activations each row's groups are rounded to the same grid with a t of their own; x is then (q - z) s t as well.
+activations each row's groups are rounded to this grid too, with one t per row: x is then (q - z) s t as well.
 
 **Backward.** Straight through: dX = dY w, dMaster = dY^T x, with the rounded x where activations are.
 
 **Export.** compressed-tensors' `pack-quantized` with zero points holds 2, 4 and 8 bits with bf16 activations: codes and
 zero points as words of 32 bits, bfloat16 scales s t, the same weights. Slices of an 8-bit grid fill its eight bits. It
-has no word for the others: they are exported as they are published.
+cannot hold other schemes: they are exported as they are published.
 
-**In vLLM** the bridge's layers hold these very arrays, and t once per output of what is fused (asym_layers.py there).
+**In vLLM** the bridge's layers hold these arrays, and t once per output of a fused weight (asym_layers.py there).
 
 **Left out.** Layers in vLLM with low-bit activations, and experts; scales searched by error; groups as long as a row.
 
@@ -69,7 +69,7 @@ _WORD = 32
 
 
 def pack(codes: UInt8[Array, "*L K"], width: int) -> UInt8[Array, "*L B"]:
-    """Codes of `width` bits (1, 2, 4 or 8) -> bytes, the first code in the lowest bits."""
+    """Packs codes of `width` bits (1, 2, 4 or 8) into bytes, the first code in the lowest bits."""
     lanes = codes.reshape(*codes.shape[:-1], -1, 8 // width)
     shifts = jnp.arange(0, 8, width, dtype=jnp.uint8).reshape((1,) * (lanes.ndim - 1) + (-1,))
     return jnp.sum(lanes << shifts, axis=-1, dtype=jnp.uint8)
@@ -89,10 +89,10 @@ def _exponent(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:
-    """Groups [..., G] on the grid.
+    """Groups [..., G] of numbers, rounded to the asymmetric grid; q, z, s and t are those of the module's docstring.
 
-    codes: float32 [..., G], 0 to top. zeros, scales: float32 [...], the scales e4m3 numbers. exponent: int32, the k of
-    t = 2^k, with the dimensions of `scales` and of size 1 where groups share it.
+    codes: q, float32 [..., G], 0 to top. zeros, scales: z and s, float32 [...]; s holds e4m3 numbers. exponent: int32,
+    the k of t = 2^k, with the dimensions of `scales`, and of size 1 where groups share it.
     """
 
     codes: jax.Array
@@ -101,13 +101,13 @@ class Rounded:
     exponent: jax.Array
 
     def values(self) -> jax.Array:
-        """(q - z) s t, float32 [..., G]."""
+        """Computes the rounded numbers (q - z) s t, float32 [..., G]."""
         step = self.scales * power_of_two(self.exponent)
         return (self.codes - self.zeros[..., None]) * step[..., None]
 
 
 def rounded(groups: Float[Array, "*L G"], bits: int, shared: tuple[int, ...]) -> Rounded:
-    """Rounds float32 groups to the grid; `shared`: the dimensions of [...] over which groups have one t."""
+    """Rounds float32 groups to codes of `bits` bits; groups along the dimensions `shared` of [...] have one t."""
     top = 2**bits - 1
     high, low = jnp.maximum(jnp.max(groups, axis=-1), 0.0), jnp.minimum(jnp.min(groups, axis=-1), 0.0)
     exact = divide(high - low, jnp.full_like(high, top))
@@ -131,12 +131,12 @@ def rounded(groups: Float[Array, "*L G"], bits: int, shared: tuple[int, ...]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Config(Scheme):
-    """The base of the asymmetric schemes.
+    """The base class of the asymmetric schemes.
 
     Attributes:
       bits: width of a weight's code: 2, 3, 4 or 8.
       activation_bits: width of an activation's code; 0: activations stay in the compute dtype.
-      slices: how its codes are cut out of eight bits, or narrower ones out of its own (`nested_grid.py`); "": no way.
+      slices: how codes are cut out of an 8-bit grid (`nested_grid.py`): "midpoint" or "shift"; "": they cannot be.
       group_size: inputs per scale and zero point: 16, 32, 64, 128, or another multiple of 16.
     """
 
@@ -157,7 +157,7 @@ class Config(Scheme):
 
     @property
     def wire(self) -> formats.Layout:
-        """uint8 codes [N, K bits/8] in one array or two, e4m3 [N, K/G], uint8 [N, K/G], float32 [1]."""
+        """The layout: codes uint8 [N, K bits/8] in one or two arrays, e4m3 scales, uint8 zero points, float32 t [1]."""
         byte, group = np.dtype(np.uint8), self.group_size
         codes = (
             formats.Array(name, f"weight_u{width}", byte, inputs=8 // width)
@@ -179,7 +179,7 @@ class Config(Scheme):
         )
 
     def on(self, numerics: Numerics) -> Scheme:
-        """Refuses vLLM where activations are quantized, for which the bridge has no layer."""
+        """Returns the scheme; raises UserError for vLLM if activations are quantized: the bridge lacks such a layer."""
         if numerics.profile != "plain" and self.activation_bits:
             raise UserError(
                 f"the bridge has no layer for {self.name} in vLLM: set quant.forward and quant.rollout to"
@@ -188,7 +188,7 @@ class Config(Scheme):
         return self
 
     def check(self, shape: tuple[int, ...]) -> str | None:
-        """Why a weight [..., N, K] cannot be quantized in the groups, or None."""
+        """Returns the reason why groups do not fit a weight [..., N, K], as text for a message, or None."""
         k = shape[-1]
         if k % self.group_size:
             allowed = ", ".join(str(g) for g in (16, 32, 64, 128) if k % g == 0) or "none"
@@ -196,7 +196,7 @@ class Config(Scheme):
         return None
 
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
-        """The arrays of the module docstring, from the bfloat16-rounded master."""
+        """Quantizes the bfloat16-rounded master to the arrays that the module's docstring lists under "Bytes"."""
         found = self._rounded(w)
         finer = 8 - self.bits
         return self._held(w.shape, found.codes, found.zeros * 2**finer, found, finer)
@@ -223,11 +223,11 @@ class Config(Scheme):
         return QTensor(planes | held, self)
 
     def steps(self, qt: QTensor) -> Float[Array, "*L N groups"]:
-        """The distance of neighbouring codes, s t, per group."""
+        """Computes the distance of neighbouring codes, s t, for every group; float32 [..., N, K/G]."""
         return qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0 ** (8 - self.bits)
 
     def codes(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
-        """The codes of a weight, 0 to 2^bits - 1."""
+        """Unpacks the codes of a weight: uint8 [..., N, K], 0 to 2^bits - 1."""
         whole = jnp.zeros((), jnp.uint8)
         for name, width in zip(_NAMES, formats.LANES[self.bits], strict=False):
             whole = (whole << width) | unpack(qt.arrays[name], width)
@@ -238,31 +238,31 @@ class Config(Scheme):
         return (self.codes(qt) << (8 - self.bits)) | self.middle
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
-        """bf((q - z) s t) as float32."""
+        """Computes the weight bf16((q - z) s t) as float32."""
         codes = self._groups(self._steps(qt).astype(jnp.int32))
         steps = (codes - qt.arrays["zero_points"].astype(jnp.int32)[..., None]).astype(jnp.float32)
         scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"]
         return round_bf16(steps * scales[..., None]).reshape(qt.shape)
 
     def activations(self, x: Float[Array, "M K"], *, numerics: Numerics) -> Float[Array, "M K"]:
-        """Rows rounded to the grid of `activation_bits`, a t for each row; x's dtype, which holds them exactly."""
+        """Rounds rows to the grid of `activation_bits`, with one t per row; returns x's dtype, which is exact."""
         del numerics
         groups = self._groups(x.astype(jnp.float32))
         return rounded(groups, self.activation_bits, (-1,)).values().reshape(x.shape).astype(x.dtype)
 
     def multiply(self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product) -> jax.Array:
-        """The product of rounded activations and weights, both exact in bfloat16."""
+        """Multiplies rounded activations by the dequantized weight; both are exact in bfloat16."""
         return product.floating(used, self.dequantize(qt).astype(jnp.bfloat16), bias, numerics)
 
     @property
     def exports(self) -> Scheme:
-        """`pack-quantized` where that format holds the scheme."""
+        """The scheme of an export: `Packed` where `pack-quantized` can hold the codes, else this scheme."""
         if self.activation_bits or _WORD % self.bits:
             return self
         return Packed(8 if self.slices else self.bits, self.group_size)
 
     def exported(self, qt: QTensor) -> QTensor:
-        """The arrays of `exports`, which stand for the same weight."""
+        """Repacks a weight into the arrays of the scheme `exports`; its values do not change."""
         packed = self.exports
         if not isinstance(packed, Packed):
             return qt
@@ -287,7 +287,7 @@ def _words(codes: jax.Array, bits: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Scheme):
-    """compressed-tensors' `pack-quantized` with zero points: what an export holds. Nothing is quantized to it."""
+    """The export format: compressed-tensors' `pack-quantized` with zero points. Weights are repacked into it."""
 
     name: ClassVar[str] = "pack-quantized"
     bits: int
@@ -295,7 +295,7 @@ class Packed(Scheme):
 
     @property
     def wire(self) -> formats.Layout:
-        """int32 [N, K bits/32], bfloat16 [N, K/G], int32 [N bits/32, K/G], int64 [2]."""
+        """The layout: codes int32 [N, K bits/32], scales bfloat16 [N, K/G], zero points int32, shape int64 [2]."""
         word, group, per = np.dtype(np.int32), self.group_size, _WORD // self.bits
         return formats.Layout(
             scheme=f"w{self.bits}a16_asym:g{group}",

@@ -66,9 +66,9 @@ _WIRE = formats.Layout(
 
 
 def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
-    """float32 -> float8_e4m3fn, nearest, ties to even, saturating.
+    """Converts float32 to float8_e4m3fn: nearest, ties to even, saturating.
 
-    The rounding is done in float32 first, so that no pass can skip it by cancelling the two conversions.
+    It rounds in float32 first, so that no compiler pass can skip the rounding by cancelling two conversions.
     """
     x = jnp.clip(x, -_MAX, _MAX)
     # Normal numbers keep 3 mantissa bits (with float32's own exponent range, so no range effects); below 2**-6 the grid
@@ -89,11 +89,11 @@ class Config(Scheme):
 
     @property
     def wire(self) -> formats.Layout:
-        """float8_e4m3fn [N, K], float32 [N, 1]."""
+        """The layout: codes float8_e4m3fn [N, K] and scales float32 [N, 1]."""
         return _WIRE
 
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
-        """Codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
+        """Quantizes the bfloat16-rounded master to codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1]."""
         w = round_bf16(w.astype(jnp.float32))
         amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
         scale = divide(amax, jnp.full_like(amax, _MAX))
@@ -101,13 +101,13 @@ class Config(Scheme):
         return QTensor({"codes": to_e4m3(divide(w, scale)), "scales": scale}, self)
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
-        """float32 code * scale."""
+        """Computes the weight code * scale in float32."""
         return qt.codes.astype(jnp.float32) * qt.scales
 
     def activations(
         self, x: Float[Array, "M K"], *, numerics: Numerics
     ) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
-        """Dynamic per-token codes float8_e4m3fn and scales float32, of experts' rows too."""
+        """Quantizes rows to codes float8_e4m3fn [M, K] and float32 scales [M, 1]; experts' rows likewise."""
         x = x.astype(jnp.float32)
         amax = rows.row_absmax(x)
         scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
@@ -115,7 +115,7 @@ class Config(Scheme):
         return to_e4m3(scaled), scale
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-        """The engine's layer."""
+        """Computes the engine's layer (see "Product" above): float32 [M, N], not yet rounded."""
         x_q, s_x = used
         if numerics.float64:
             y = product.rescaled(x_q, s_x, qt.codes, qt.scales)

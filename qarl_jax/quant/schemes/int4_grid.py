@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The int4 weight grid `w4a16` and `w4a8` share: symmetric, a bfloat16 scale per group of inputs, packed by eight.
+"""The int4 weight grid that `w4a16` and `w4a8` share: symmetric, a bfloat16 scale per group, eight codes per word.
 
 `w3a16` and `w2a16` use fewer of its sixteen codes: [-4, 3] and [-2, 1].
 """
@@ -27,10 +27,10 @@ _ZERO_SCALE = 2.0**-7
 
 @dataclasses.dataclass(frozen=True)
 class Config(Scheme):
-    """The base of the int4 schemes; each has its own subclass, so that a QTensor names its scheme.
+    """The base class of the int4 schemes.
 
     Attributes:
-      bits: width of a code; all are stored in four bits.
+      bits: width of a code, 2 to 4; every code is stored in four bits.
       group_size: inputs per weight scale: 32, 64 or 128 (Machete and Marlin support these), or -1 for one scale per
         output channel.
     """
@@ -46,7 +46,7 @@ class Config(Scheme):
 
     @property
     def wire(self) -> formats.Layout:
-        """int32 [N, K/8], bfloat16 [N, K/G], int64 [2]."""
+        """The layout: codes int32 [N, K/8], scales bfloat16 [N, K/G] and the shape int64 [2]."""
         by_row = self.group_size == -1
         return formats.Layout(
             scheme=str(self),
@@ -69,7 +69,7 @@ class Config(Scheme):
         )
 
     def check(self, shape: tuple[int, ...]) -> str | None:
-        """Why a weight [..., N, K] cannot be quantized in the groups, or None."""
+        """Returns the reason why groups do not fit a weight [..., N, K], as text for a message, or None."""
         k, group_size = shape[-1], self.group_size
         if k % 8:
             return f"K = {k} is not a multiple of 8, so its int4 codes do not fill int32 words"
@@ -79,11 +79,11 @@ class Config(Scheme):
         return None
 
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
-        """Packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
+        """Quantizes a master to packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
 
-        From the bfloat16-rounded master: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of the range 15),
-        codes = RNE(w / scale) clamped to [-8, 7], against the rounded scale. With b bits: half of 2^b - 1, and
-        [-2^(b-1), 2^(b-1) - 1].
+        From the bfloat16-rounded master, with four bits: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of
+        the range 15), codes = RNE(w / scale) clamped to [-8, 7]. With b bits the divisor is half of 2^b - 1, and codes
+        are clamped to [-2^(b-1), 2^(b-1) - 1].
         """
         *lead, k = w.shape
         groups = 1 if self.group_size == -1 else k // self.group_size
@@ -98,7 +98,7 @@ class Config(Scheme):
         )
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
-        """bf(code * scale) as float32: exactly the weight that every W4A16 kernel multiplies with."""
+        """Computes bf16(code * scale) as float32: exactly the weight with which every W4A16 kernel multiplies."""
         codes, scale = unpack_int4(qt.codes), qt.scales
         *lead, k = codes.shape
         groups = scale.shape[-1]

@@ -35,15 +35,15 @@ from qarl_jax.quant.schemes import asym_grid, w8a16_asym
 
 @dataclasses.dataclass(frozen=True)
 class Config(asym_grid.Config):
-    """The base of the slices of the 8-bit grid. See `asym_grid.Config`."""
+    """The base class of schemes whose codes are the top bits of 8-bit codes. See `asym_grid.Config`."""
 
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
-        """The master's arrays, cut to `bits`."""
+        """Quantizes a master to eight bits and keeps the top `bits` of each code."""
         return sliced(w8a16_asym.Config(self.group_size).quantize(w), self)
 
 
 def sliced(master: QTensor, scheme: asym_grid.Config) -> QTensor:
-    """A weight of the 8-bit grid under a slice's scheme, of the same groups: nothing but codes is computed."""
+    """Cuts an 8-bit QTensor to the top bits that `scheme` has; scales and zero points are kept as they are."""
     if scheme.bits == 8:
         return master
     codes = master.scheme.codes(master) >> (8 - scheme.bits)

@@ -12,7 +12,7 @@ amax over all that the engine fuses (q, k and v; gate and up), m over a block of
 These are compressed-tensors' roundings for a bfloat16 weight (torch divides a number by a tensor through the rounded
 reciprocal), and their bytes where amax is in [2^-104, 2^19); below, float32 quotients are subnormal.
 
-**Product.** q s has six significant bits, so that bfloat16 holds it, and 1 / g meets the float32 sum:
+**Product.** q s has six significant bits, so that bfloat16 holds it, and 1 / g multiplies the float32 sum:
 y = bf(bf(f32(sum x (q s)) f32(1 / g)) + b), Marlin's order. Marlin also flushes block scales to 0 that are below 2^-6
 after it multiplied all by a power of two. That is 1: the block with amax has s = 448, or else every code is 0. Mirrored
 here, so the codes stay compressed-tensors'. A weight it drops is at most 6 * 2^-6 / g, or amax / 28,672.
@@ -85,7 +85,7 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def to_e2m1(x: Float[Array, "*S"]) -> jax.Array:
-    """Float32 magnitudes -> uint8 codes 0 to 7: the nearest value, ties to the even code, saturating."""
+    """Rounds float32 magnitudes to uint8 codes 0 to 7: the nearest value, ties to the even code, saturating."""
     code = jnp.zeros(x.shape, jnp.uint8)
     for i, (low, high) in enumerate(itertools.pairwise(_VALUES)):
         middle = (low + high) / 2
@@ -103,24 +103,24 @@ class Config(Scheme):
 
     @property
     def own_layer(self) -> bool:
-        """1 / g meets the sum."""
+        """True: `multiply` applies the tensor's scale 1 / g to the sum and not to the weight."""
         return True
 
     @property
     def wire(self) -> formats.Layout:
-        """uint8 [N, K/2], e4m3 [N, K/16], float32 [1]."""
+        """The layout: codes uint8 [N, K/2], block scales e4m3 [N, K/16] and the divisor g, float32 [1]."""
         return _WIRE
 
     def check(self, shape: tuple[int, ...]) -> str | None:
-        """Why a weight [..., N, K] cannot be quantized, or None."""
+        """Returns the reason why a weight [..., N, K] cannot be quantized, as text for a message, or None."""
         return f"K = {shape[-1]} is not a multiple of {_GROUP}, the inputs of a block" if shape[-1] % _GROUP else None
 
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
-        """Codes uint8 [..., N, K/2], block scales e4m3 [..., N, K/16], divisor float32 [..., 1, 1], of bf(w)."""
+        """Quantizes bf16(w): codes uint8 [..., N, K/2], scales e4m3 [..., N, K/16], divisor g float32 [..., 1, 1]."""
         return self.quantize_beside(w, ())
 
     def quantize_beside(self, w: Float[Array, "*L N K"], beside: Sequence[jax.Array]) -> QTensor:
-        """`quantize` with amax over the weights `beside`, too."""
+        """Quantizes a master as `quantize` does, with g from the largest magnitude in it and the weights `beside`."""
         *lead, k = w.shape
         magnitude, negative = _magnitudes(w)
         blocks = magnitude.reshape(*lead, k // _GROUP, _GROUP)
@@ -139,21 +139,21 @@ class Config(Scheme):
         return QTensor({"codes": packed, "scales": scales, "divisor": g}, self)
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
-        """(q s) f32(1 / g), scales below 2^-6 flushed."""
+        """Computes the weight (q s) f32(1 / g) in float32; block scales below 2^-6 count as zero."""
         return decoded(qt) * factor(qt)
 
     def activations(self, x: Float[Array, "M K"], *, numerics: Numerics) -> Float[Array, "M K"]:
-        """As they are."""
+        """Returns the activations unchanged."""
         del numerics
         return x
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-        """The engine's layer."""
+        """Computes the engine's layer (see "Product" above): [M, N]."""
         return product.floating(used, decoded(qt), bias, numerics, factor(qt)[..., 0, 0])
 
 
 def decoded(qt: QTensor) -> Float[Array, "*L N K"]:
-    """q s as float32, exact in bfloat16, scales below 2^-6 flushed: what meets the activations."""
+    """Computes q s, the operand of the product: float32, exact in bfloat16; block scales below 2^-6 count as zero."""
     *lead, k = qt.shape
     codes = jnp.stack([qt.codes & 15, qt.codes >> 4], axis=-1).reshape(*lead, k // _GROUP, _GROUP)
     values = jnp.asarray(np.array([*_VALUES, *(-v for v in _VALUES)], np.float32))[codes]
@@ -163,6 +163,6 @@ def decoded(qt: QTensor) -> Float[Array, "*L N K"]:
 
 
 def factor(qt: QTensor) -> Float[Array, "*L 1 1"]:
-    """f32(1 / g), which multiplies a product's sum."""
+    """Computes f32(1 / g), by which `multiply` multiplies a product's sum."""
     g: Any = qt.arrays["divisor"]
     return divide(jnp.ones_like(g), g)

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""nvfp4 in the layout that an engine multiplies: what a learner computes with where the two hold a frozen base once.
+"""nvfp4 weights in the engine's memory layout, for a learner that shares one copy of a frozen base with the engine.
 
-The arrays are those of `qarl_bridge.protocol.one_base`, of all outputs that the engine fuses; a weight is some of them.
-A forward makes codes and scales of it, [N, K/2] and [N, K/16], and goes on as nvfp4 does, so that its bits are nvfp4's.
-A scale below 2^-6 is 0 here, which it counts as in a product.
+The arrays are those of `qarl_bridge.protocol.one_base`, for a fused weight of the engine; one weight is a slice of its
+outputs. The forward unpacks codes and scales, [N, K/2] and [N, K/16], and computes as nvfp4 does, to the same bits.
+Scales below 2^-6 are stored as 0, because products treat them as 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _BYTES = one_base.INPUTS // 2  # of a block's codes
 
 @dataclasses.dataclass(frozen=True)
 class Config(nvfp4.Config):
-    """Outputs `first` to `end` of a fused weight: codes int32 [..., K/128, N', 16], scales uint8 [..., K/16, N'], and a
-    divisor of its own, float32 [..., 1, 1].
+    """The scheme of outputs `first` to `end` of a fused weight with N' outputs, in the engine's layout.
 
-    It is no scheme of a config: a QTensor of nvfp4 becomes one of it, and no version has it.
+    Arrays: codes int32 [..., K/128, N', 16], scales uint8 [..., K/16, N'], and the slice's divisor float32 [..., 1, 1].
+    Configs cannot name this scheme and it is never published: QTensors of nvfp4 are converted to it.
     """
 
     first: int = 0
@@ -40,25 +40,25 @@ class Config(nvfp4.Config):
 
     @property
     def wire(self) -> formats.Layout:
-        """None: an engine has it."""
+        """Raises NotImplementedError: the engine holds this weight, so it is not published."""
         raise NotImplementedError("this weight lies in memory that its engine reads; it is not published")
 
     def shape(self, arrays: Mapping[str, Any]) -> tuple[int, ...]:
-        """(..., N, K)."""
+        """Computes the weight's logical shape (..., N, K)."""
         *leading, blocks, _, _ = arrays["codes"].shape
         return (*leading, self.end - self.first, blocks * one_base.INPUTS)
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
-        """nvfp4's."""
+        """Unpacks the weight and dequantizes it as nvfp4 does, float32."""
         return super().dequantize(unpacked(qt))
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-        """nvfp4's."""
+        """Unpacks the weight and multiplies as nvfp4 does."""
         return super().multiply(used, unpacked(qt), bias, numerics=numerics, product=product)
 
 
 def words(codes: UInt8[Array, "*L N _"]) -> Int32[Array, "*L B N 16"]:
-    """Codes of nvfp4 [..., N, K/2] as an engine's words [..., K/128, N, 16]."""
+    """Repacks codes of nvfp4 [..., N, K/2] into the engine's int32 words [..., K/128, N, 16]."""
     *lead, n, size = codes.shape
     pairs = codes.reshape(*lead, n, size // _BYTES, 2, 4, 2, 4).astype(jnp.uint32)  # h i f t
     spread = (pairs & 15) | ((pairs >> 4) << 16)
@@ -69,13 +69,13 @@ def words(codes: UInt8[Array, "*L N _"]) -> Int32[Array, "*L B N 16"]:
 
 
 def turned(scales: Float[Array, "*L N G"]) -> UInt8[Array, "*L G N"]:
-    """e4m3 scales of nvfp4 [..., N, K/16] as an engine's [..., K/16, N]: small ones 0, as bytes."""
+    """Transposes e4m3 scales of nvfp4 [..., N, K/16] to the engine's bytes [..., K/16, N]; below 2^-6 they become 0."""
     kept = jnp.where(scales.astype(jnp.float32) < nvfp4.FLUSHED, jnp.zeros_like(scales), scales)
     return jnp.swapaxes(lax.bitcast_convert_type(kept, jnp.uint8), -1, -2)
 
 
 def unpacked(qt: QTensor) -> QTensor:
-    """The weight as nvfp4's own QTensor, of the same bits."""
+    """Converts the weight back to a QTensor of nvfp4, to the same bits."""
     scheme: Config = qt.scheme
     rows = slice(scheme.first, scheme.end)
     held = lax.bitcast_convert_type(qt.codes[..., rows, :], jnp.uint32)

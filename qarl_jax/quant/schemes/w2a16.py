@@ -1,12 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""w2a16: 2-bit integer weights in groups along the input, activations in the compute dtype. A rung for experiments.
+"""w2a16: 2-bit integer weights in groups along the input, activations in the compute dtype. For experiments.
 
 **Grid.** As `w4a16` with the codes [-2, 1]: s = bf16(absmax / 1.5), q = RNE(w / s) clamped to [-2, 1].
-A group's largest weight keeps two thirds of its size where it is positive, and gets four thirds of it where it is
-negative.
+A group's largest weight becomes two thirds of its value where it is positive, and four thirds where it is negative.
 
-**Product, backward, bytes, and what it is for.** As `w3a16`.
+**Product, backward, bytes, and purpose.** As `w3a16`.
 
 **Left out.** Dense packing of 2-bit codes, learned or clipped ranges, ternary grids (BitNet, arXiv 2402.17764).
 """

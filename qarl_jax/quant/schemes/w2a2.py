@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """w2a2: 2-bit weights and activations with zero points and an e4m3 scale per group of inputs, on both sides.
 
-Each row of activations is rounded while the model runs, in the groups of the weights. Four codes a group are few: the
-scheme is for policies that were trained on it.
+Activations are rounded while the model runs, row by row, in groups of the same size as the weights' groups. Four codes
+are few: the scheme is for policies that were trained under it.
 
 Grid, bytes, product, backward, export and sources: `asym_grid.py`.
 """

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """w3a16_asym: 3-bit weights with zero points, an e4m3 scale per group, activations in the compute dtype.
 
-A code is two arrays: its upper two bits and its lowest, so that three bits are stored in three.
+Codes are stored in two arrays, their upper two bits and their lowest bit, so that a 3-bit code takes three bits.
 
 Grid, bytes, product, backward, export and sources: `asym_grid.py`.
 """

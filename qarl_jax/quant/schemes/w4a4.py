@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """w4a4: 4-bit weights and activations with zero points and an e4m3 scale per group of inputs, on both sides.
 
-Each row of activations is rounded while the model runs, in the groups of the weights.
+Activations are rounded while the model runs, row by row, in groups of the same size as the weights' groups.
 
 Grid, bytes, product, backward, export and sources: `asym_grid.py`.
 """

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """w4a8: int4 weights in groups along the input, int8 activations per token, int32 sums per group.
 
-Against true w4a16 the rounded activations are worth 0.7-1.0 % relative per layer. vLLM's own CPU build with AMX
-computes this for an int4 checkpoint under either name; the bridge's engine computes what the name says.
+Rounded activations change a layer's output by 0.7-1.0 % against w4a16. vLLM's own CPU build with AMX rounds them for
+every int4 checkpoint, w4a16 or w4a8; vLLM under the bridge rounds them under w4a8 alone.
 
 **Grid.** Weights as in `w4a16`: s = bf16(absmax / 7.5) per group of G inputs, q in [-8, 7], the same tensors, bit for
 bit.
@@ -26,8 +26,8 @@ With the bridge's CPU engine (`quant.engine=cpu`) all groups are one sum in floa
 quantization, so learner and bridge refuse it there: on a GPU the embedded sampler alone has this scheme.
 
 **Left out.** Marlin's int8-activation mode (int16 group scales, another grid again). int4 weights with e4m3
-activations, which is what Hopper has a kernel for: it adds in an order of its own. With `fp8`'s product in its place
-the codes take a byte each, beside the words, so such a layer is larger than `fp8`'s, no faster, and on a coarser grid.
+activations: Hopper's kernel for these adds in another order than ours. With `fp8`'s product instead, codes take a byte
+each in addition to the words. Such a layer is larger than `fp8`'s, no faster, and on a coarser grid.
 
 Sources: QaRL, arXiv 2604.07853; QQQ, arXiv 2406.09904; vLLM csrc/cpu.
 """
@@ -62,7 +62,7 @@ class Config(int4_grid.Config):
     rounded_activations: ClassVar[Mapping[str, Any] | None] = formats.arguments(8, "int", "token", dynamic=True)
 
     def on(self, numerics: Numerics) -> Config:
-        """Itself, but for vLLM on CUDA, which has no such layer."""
+        """Returns the scheme; raises UserError for vLLM on CUDA, which has no such layer."""
         if numerics.profile == "cuda":
             raise UserError(
                 "vLLM on CUDA has no layer with int4 weights and int8 activations (w4a8): set quant.forward and"
@@ -71,12 +71,12 @@ class Config(int4_grid.Config):
         return self
 
     def activations(self, x, *, numerics: Numerics):
-        """int8 codes and float32 scales of rows."""
+        """Quantizes rows to int8 codes [M, K] and float32 scales [M, 1]."""
         del numerics
         return quantize_rows(x, amax_floor=_AMAX_FLOOR)
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-        """The engine's layer; fused additions are spelled out: one program would fuse and another not."""
+        """Computes the engine's layer with explicit fused multiply-adds, because compilers fuse some and not others."""
         x_q, s_x = used
         w_q = unpack_int4(qt.codes)
         if numerics.float64:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """w8a16_asym: 8-bit weights with zero points, an e4m3 scale per group, activations in the compute dtype.
 
-The first stage of Bit-by-Bit (arXiv 2604.07888), and the grid whose top bits are the codes of narrower ones.
+It is the first stage of Bit-by-Bit (arXiv 2604.07888). The top bits of its codes are the codes of narrower schemes.
 
 Grid, bytes, product, backward, export and sources: `asym_grid.py`.
 """

@@ -20,8 +20,8 @@ far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % o
 On a CPU the product itself is made in float64, where it is as exact as in int32 and many times as fast in XLA. On a
 Hopper GPU one kernel makes product, rescale, bias and rounding, with the same bits (`kernels/products.py`).
 
-**Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
-it: K + 4 bytes per token instead of 2K or 4K.
+**Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). It keeps the
+activation codes: K + 4 bytes per token instead of 2K or 4K.
 
 **What vLLM does with the bytes.** `weight` int8 [N, K] and `weight_scale` float32 [N, 1] (compressed-tensors
 `int-quantized`); the weight is never dequantized.
@@ -74,11 +74,11 @@ class Config(Scheme):
 
     @property
     def wire(self) -> formats.Layout:
-        """int8 [N, K], float32 [N, 1]."""
+        """The layout: codes int8 [N, K] and scales float32 [N, 1]."""
         return _WIRE
 
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
-        """Codes int8 [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
+        """Quantizes the bfloat16-rounded master to codes int8 [..., N, K] and scales float32 [..., N, 1]."""
         w = round_bf16(w.astype(jnp.float32))
         amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
         scale = divide(amax, jnp.full_like(amax, 127.5))
@@ -87,7 +87,7 @@ class Config(Scheme):
         return QTensor({"codes": codes, "scales": scale}, self)
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
-        """float32 code * scale."""
+        """Computes the weight code * scale in float32."""
         return qt.codes.astype(jnp.float32) * qt.scales
 
     def activations(self, x, *, numerics: Numerics):
@@ -95,7 +95,7 @@ class Config(Scheme):
         return quantize_rows(x, amax_floor=numerics.amax_floor)
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-        """The engine's layer."""
+        """Computes the engine's layer (see "Product" above): float32 [M, N], not yet rounded."""
         x_q, s_x = used
         if numerics.float64:
             y = product.rescaled(x_q, s_x, qt.codes, qt.scales)
@@ -105,6 +105,6 @@ class Config(Scheme):
 
 
 def rescale(acc, s_x, s_w, bias):
-    """float32 [M, N] accumulator times [M, 1] and [1 or M, N] scales, plus a bias or None: CUTLASS's order."""
+    """Multiplies the float32 sums `acc` [M, N] by scales [M, 1] and [1 or M, N] and adds a bias, in CUTLASS's order."""
     first = s_w * acc
     return s_x * first if bias is None else fused_multiply_add(first, s_x, bias, s_x)

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler inside the trainer's own program."""
+"""The embedded sampler, which runs in the trainer's process."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A policy in the form that decodes with the least work per step, and the same numbers."""
+"""Converts a policy to the form that decodes with the least work per step and computes equal numbers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from qarl_jax.numerics.float32 import round_to
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The static half of what is sampled: hashable, bound into the programs.
+    """The static half of a policy in compute form: hashable, so that jitted programs can close over it.
 
-    graphdef: of the compute form.
+    graphdef: the static half of the model (`models.split`) in compute form.
     """
 
     graphdef: Any
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows, V."""
+        """The number of tokens that the model knows."""
         return models.config_of(self.graphdef).vocab_size
 
     @property
@@ -36,19 +36,19 @@ class Policy:
         return models.config_of(self.graphdef).numerics
 
     def model(self, weights: Any) -> Any:
-        """The model that `weights` of `compute_form` belong to."""
+        """Merges `weights` of `compute_form` into a model."""
         return models.merge(self.graphdef, *weights)
 
     def head(self, weights: Any) -> jax.Array:
-        """[V, D], in the compute dtype."""
+        """Returns the output projection [V, D] in the compute dtype."""
         return self.model(weights).head_weight()
 
 
 def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tuple[Any, Any]]:
-    """A split model -> (policy, weights) that compute the same numbers with less work per step. Traceable.
+    """Converts a split model to (policy, weights) that compute equal numbers with less work per step. Traceable.
 
-    A decoding step multiplies every weight with a few rows only, so whatever is done to a weight on the way to its
-    product costs as much as the product itself:
+    A decoding step multiplies every weight with a few rows only, so decoding or casting a weight costs as much as its
+    product:
 
       * a scheme without a layer of its own multiplies with decoded weights: they are stored, in the compute dtype, as
         a plain kernel;

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution a token is drawn from (temperature, then top-p), and one draw from it."""
+"""Draws one token per row from the sampling distribution: temperature, then top-p."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BLOCK = 128
 def processed_logits(
     logits: Float[Array, "B V"], sampling: SamplingConfig, numerics: Any = None
 ) -> Float[Array, "B V"]:
-    """Temperature, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
+    """Applies temperature, then top-p: returns the float32 logits that tokens are drawn from; masked entries are -inf.
 
-    The order and the meaning of both are vLLM's. Entries tied with the last one kept are all kept.
+    Order and meaning of both are vLLM's. Entries that tie with the smallest kept one are kept.
 
     Args:
       logits: [B, V] float32, raw.
@@ -49,11 +49,12 @@ def processed_logits(
 def draw(
     logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig, numerics: Any = None
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """One token per row and its log-probability under the processed distribution.
+    """Draws one token per row, and computes its log-probability under the distribution of `processed_logits`.
 
     Args:
       logits: [B, V] float32, raw.
-      uniform: [B] float32 in [0, 1), one number per row; the token is where the distribution function passes it.
+      uniform: [B] float32 in [0, 1), one number per row; it selects the first token with a larger cumulative
+        probability.
       sampling: static. numerics: as in `processed_logits`.
 
     Returns:

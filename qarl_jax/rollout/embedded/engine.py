@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded rollout engine: the learner's own model, sampled in process by a handful of compiled programs.
+"""The embedded rollout engine: samples with the learner's model in the trainer's process, in a few compiled programs.
 
 A call to `generate` runs over a fixed number of slots, one sequence each:
 
@@ -10,21 +10,21 @@ A call to `generate` runs over a fixed number of slots, one sequence each:
               worth refilling (or, when nothing waits, until half of them are idle)
     compact   gather the live slots into half as many, once nothing waits
 
-so a long response never holds up the queue, and the tail of a batch does not pay for idle slots. Shapes come from
-buckets: a call compiles at most one prefill and insert, and one decode per halving of the slots down to
-`Config.min_slots`; programs are kept for later calls and counted in `compiled_programs`.
+So a long response never holds up the queue, and the tail of a batch does not pay for idle slots. Shapes are rounded up
+to buckets: a call compiles at most one prefill and insert, and one decode per halving of the slots down to
+`Config.min_slots`. Programs are kept for later calls and counted in `compiled_programs`.
 
-Randomness: the number drawn at position t of sample j of prompt uid under key k is a function of (k, uid, j, t) alone.
-It inverts the distribution function with one uniform per token, which costs one pass over the vocabulary; the Gumbel
-trick would need a random number per vocabulary entry. A prompt that appears twice in a call continues its numbering,
-so that copies differ. A response that is interrupted and gone on with (`extend`) is prefilled, prompt and all, and its
-positions count on: under the same weights it becomes what it would have become.
+Randomness: the uniform number at position t of sample j of prompt uid under key k is a function of (k, uid, j, t)
+alone. It selects the token by inverse transform sampling, one pass over the vocabulary; the Gumbel trick would need a
+random number per vocabulary entry. A prompt that appears twice in a call continues its sample numbers, so that copies
+differ. A continued response (`extend`) is prefilled with its prompt, and its positions count on. Under equal weights it
+equals the response drawn without interruption.
 
-Log-probabilities are float32, log-softmax over exactly the distribution drawn from (temperature, then top-k, then
-top-p, renormalized), computed by the learner's own functions (`models/logprobs.py`).
+Log-probabilities are float32: the log-softmax of the distribution drawn from (temperature, then top-p, renormalized),
+computed by the learner's functions (`models/logprobs.py`).
 
-What is left out: paged memory and prefix sharing across prompts (the cache is [slots, prompt + response]), and
-speculative decoding. Large models belong to vLLM.
+Not supported: paged memory and prefix sharing across prompts (the cache is [slots, prompt + response]), and speculative
+decoding. Use vLLM for large models.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The `rollout.engine` section; `batch_size` alone is an option, the rest is for code.
+    """The `rollout.engine` section of the embedded sampler. Configs can set `batch_size` alone; the rest is for code.
 
     Attributes:
     batch_size: slots, i.e. sequences decoded at once.
     min_slots: an emptying batch is halved down to this many slots, one compiled decode program for each size.
     prompt_bucket: prompt lengths are rounded up to this times a power of two.
     response_bucket: limits on the response are rounded up to a multiple of this, to share programs between calls.
-    refill_fraction: share of the slots that must be free before waiting sequences are let in. Each refill costs a
-      round trip to the host and a copy of the prompts' keys and values.
+    refill_fraction: share of the slots that must be free before waiting sequences fill them. Each refill costs a round
+      trip to the host and a copy of the prompts' keys and values.
     """
 
     batch_size: int = 64
@@ -90,11 +90,11 @@ class Config:
 def footprint(
     config: Config, graphdef: Any, params: Any, qweights: Any, *, prompt_len: int, response_len: int, sequences: int
 ) -> tuple[Any, Any]:
-    """Returns the shapes of a sampler's largest state: its copy of the policy, and the keys and values of a full batch.
+    """Returns the shapes of a sampler's largest memory: its copy of the policy, and a full batch's keys and values.
 
     Args:
       graphdef, params, qweights: a split model, shapes in place of arrays.
-      prompt_len, response_len: the longest, in tokens. sequences: how many are asked for at once.
+      prompt_len, response_len: the longest, in tokens. sequences: responses asked for at once.
     """
     slots = min(config.batch_size, bucket(sequences, min(config.min_slots, config.batch_size)))
     length = (
@@ -282,13 +282,13 @@ def _compact(slots: _Slots, keep: jax.Array) -> _Slots:
 
 
 def fingerprint(uid: str) -> tuple[int, int]:
-    """64 bits of a prompt's identity, the same in every process (unlike `hash`)."""
+    """Hashes a prompt's uid to two 32-bit words, equal in every process (unlike `hash`)."""
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def bucket(length: int, unit: int) -> int:
-    """The smallest unit * 2**k that is at least `length`."""
+    """Returns the smallest unit * 2**k that is at least `length`."""
     size = unit
     while size < length:
         size *= 2
@@ -296,8 +296,7 @@ def bucket(length: int, unit: int) -> int:
 
 
 def samples_per_prompt(requests: Sequence[Request]) -> int | None:
-    """Number of neighbouring requests that begin the same prompt, where that number divides every such run; None where
-    a request continues a response."""
+    """Finds how many neighbouring requests share a prompt (the gcd of all runs); None if one continues a response."""
     if any(request.tokens for request in requests):
         return None
     runs = itertools.groupby(requests, lambda request: request.prompt.uid)
@@ -305,12 +304,12 @@ def samples_per_prompt(requests: Sequence[Request]) -> int | None:
 
 
 class JaxSampler(RolloutEngine):
-    """The embedded sampler.
+    """The embedded sampler: a `RolloutEngine` in the trainer's process.
 
     Attributes:
       compiled_programs: programs compiled so far; it stops growing once every shape of a run has been seen.
-      stats: of the last call: decode_steps, slot_steps (steps x slots: tokens that could have been drawn), tokens,
-        refills, prefilled contexts, seconds.
+      stats: counts of the last call: decode_steps, slot_steps (steps x slots: tokens that could have been drawn),
+        tokens, refills, prefilled contexts, seconds.
     """
 
     def __init__(self, config: Config | None = None):
@@ -326,14 +325,14 @@ class JaxSampler(RolloutEngine):
 
     @property
     def compiled_programs(self) -> int:
-        """Counts the compiled programs; a test asks whether shapes are shared."""
+        """Counts the compiled programs."""
         return sum(program._cache_size() for program in self._programs.values())
 
     def prepare(self, graphdef: Any) -> None:
         """Does nothing: the sampler starts with its weights."""
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
-        """Takes a copy of the policy, but of what is fixed only the first time. Returns `rollout/publish_s`."""
+        """Copies the policy; leaves that never change (`fixed`) are copied only once. Returns `rollout/publish_s`."""
         start = time.perf_counter()
         if weights.graphdef != self._published:
             self._programs, self._fixed = {}, frozenset()
@@ -376,8 +375,8 @@ class JaxSampler(RolloutEngine):
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
         """Yields every completion once all have ended; see `RolloutEngine`.
 
-        Shapes are those of the longest context, in buckets: continuing a response takes a few more programs than
-        beginning one, one set for every doubling of the context.
+        Shapes are those of the longest context, in buckets. Continued responses have longer contexts: one more set of
+        programs is compiled for every doubling.
 
         Raises:
           UserError: nothing was published, an empty prompt, or a token outside the vocabulary.

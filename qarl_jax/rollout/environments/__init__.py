@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments: what answers a policy between its turns (`rollout.environment`).
+"""Environments of multi-turn rollouts: programs that answer the policy between its turns (`rollout.environment`).
 
-An environment is a class. One object of it is made for every response (an episode), called with the config's options:
+An environment is a class. Each response (episode) gets its own object, constructed with the config's options:
 
     class Environment:
         async def reset(self, task: dict) -> str: ...            # observed before the first turn; usually ""
@@ -14,8 +14,8 @@ An environment is a class. One object of it is made for every response (an episo
 `task` has the prompt's `uid`, `text`, `answer` and `meta`; `text` is a turn of the policy. An observation is text, or a
 list of chat messages. The methods may be plain functions.
 
-Every episode is a process of its own, without an accelerator (`_host.py`); docs/turns.md says what ends one. A new
-environment of ours is a file, which the process reads by its path (it imports nothing of qarl_jax). Its Config is here.
+Every episode runs in a separate process without an accelerator (`_host.py`); docs/turns.md lists what ends one. A new
+built-in environment is a file that the process loads by path (it imports nothing of qarl_jax), and a Config here.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _TOKEN = 256  # characters; no tokenizer has a longer one
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of every environment.
+    """Settings that every environment has.
 
     Attributes:
-      max_turns: turns of the policy at most; with the last one the response is over, done or not.
-      max_turn_len: most tokens of a turn; 0: what rollout.max_response_len leaves. A response has turns and
-        observations together in that limit, and ends with a turn that reaches its own.
-      max_observation_len: tokens of an observation; what is longer is cut off.
-      role: of an observation in the chat template.
-      before, after: texts around an observation, where data.template is not chat.
+      max_turns: most turns of the policy; the response ends with the last one, done or not.
+      max_turn_len: most tokens of a turn; 0: what rollout.max_response_len leaves for it. That limit covers all turns
+        and observations of a response. A turn cut off at its limit ends the response.
+      max_observation_len: most tokens of an observation; the rest is cut off.
+      role: role of an observation in the chat template.
+      before, after: texts around an observation if data.template is not chat.
       timeout_s: seconds that a call may take.
     """
 
@@ -70,16 +70,16 @@ class Config:
             raise UserError(f"timeout_s must be above 0 and at most 500 seconds, got {self.timeout_s}.")
 
     def source(self) -> tuple[str, dict[str, Any]]:
-        """Import path of the class, and the options it is called with."""
+        """Returns the import path of the environment's class, and the options it is constructed with."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calculator(Config):
-    """Arithmetic on request; a turn without a call is the answer.
+    """A calculator that computes an expression between tags in a turn; a turn without one is the answer.
 
     Attributes:
-      opening, closing: what stands around an expression.
+      opening, closing: the tags around an expression.
     """
 
     opening: str = "<calc>"
@@ -96,7 +96,7 @@ class Calculator(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Python(Config):
-    """Programs in fenced blocks are run in the jail of code evaluation; a turn without one is the answer.
+    """Runs a turn's fenced code block in the jail of code rewards; a turn without one is the answer.
 
     Attributes:
       program_s: seconds that a program may take. memory_mb: its address space. max_chars: of its output.
@@ -119,7 +119,7 @@ class Python(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Custom(Config):
-    """A class of your own. Attributes: path: package.module:Class or file.py:Class. options: its keyword arguments."""
+    """A user-defined class. Attributes: path: package.module:Class or file.py:Class. options: its keyword arguments."""
 
     path: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -139,7 +139,7 @@ class Verifiers(Config):
     """An environment of the package verifiers (0.1.14); see _verifiers.py. Its rubric scores the last turn.
 
     Attributes:
-      id: what `verifiers.load_environment` knows it by; it must be installed.
+      id: name of an installed environment, as `verifiers.load_environment` takes it.
       arguments: its keyword arguments.
     """
 
@@ -162,11 +162,11 @@ Said = Mapping[str, Any]
 
 
 class Episodes:
-    """Episodes of an environment, each in a process of its own (`_host.py`).
+    """A client of the process that runs an environment's episodes (`_host.py`).
 
     Args:
-      cfg: of the environment. Raises `UserError` at once for a class that cannot be had.
-      say: is given a line of what concerns the user.
+      cfg: the environment's settings. Raises `UserError` at once if its class cannot be imported.
+      say: called with lines for the user.
     """
 
     def __init__(self, cfg: Config, say: Callable[[str], None] = pool._tell):
@@ -184,7 +184,7 @@ class Episodes:
         self._start()
 
     def ask(self, call: Call) -> Future[Said]:
-        """The answer to a call (`_host.py`), soon; an episode has one at a time. From any thread."""
+        """Sends a call (`_host.py`) from any thread; returns its answer's future. An episode has one call at a time."""
         future: Future[Said] = Future()
         with self._lock:
             assert call["episode"] not in self._asked or len(call) == 1
@@ -193,7 +193,7 @@ class Episodes:
         return future
 
     def close(self) -> None:
-        """Ends the processes. Idempotent."""
+        """Ends the processes of all episodes. Idempotent."""
         if (host := self._host) is not None:
             host.kill()  # whoever waits for it goes on, and lets go of the lock
         with self._lock:

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A calculator as a tool: the last call in a turn is computed, and a turn without one is the answer.
+"""A calculator as a tool: computes the last expression between tags in a turn. A turn without one is the answer.
 
-Arithmetic alone is read (numbers, + - * / // % **, signs, brackets); whatever else stands in a call is told to be none.
+An expression has numbers, + - * / // % **, signs and brackets; anything else gives "error: not an expression".
 """
 
 import ast
@@ -24,10 +24,10 @@ _LARGEST = 10**30  # of a number on the way, and 64 the largest exponent: nothin
 
 
 class Environment:
-    """See `rollout/environments/__init__.py` for what an environment is.
+    """Computes a turn's expression; `rollout/environments/__init__.py` defines the interface of an environment.
 
     Args:
-      opening, closing: what stands around an expression.
+      opening, closing: the tags around an expression.
     """
 
     def __init__(self, opening, closing):
@@ -45,7 +45,7 @@ class Environment:
 
 
 def compute(expression):
-    """The value as text; "error: ..." for what is no arithmetic. Example: compute("12 * 3.5") = "42"."""
+    """Evaluates arithmetic and returns the value as text, or "error: ...". Example: compute("12 * 3.5") = "42"."""
     try:
         if len(expression) > _LONGEST:
             raise ValueError("too long")

@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes, each in a process of its own; run by `rewards/_worker.py`, and imports nothing of qarl_jax.
+"""Runs each episode of an environment in a forked process. `rewards/_worker.py` starts it; it imports nothing of
+qarl_jax.
 
 A call is a line of JSON: {"episode": number, "reset": task} begins an episode, {"episode": number, "step": text} takes
-a turn, {"episode": number} ends it. Each is answered by a line with the same number, as soon as it is done. An episode
-has one call at a time.
+a turn, {"episode": number} ends it. Each is answered by a line with the episode's number, as soon as it is done. An
+episode has one call at a time.
 
-The host imports the environment's class and then runs nothing of it. An episode is a copy of the host (fork), so
-whatever it does costs no other episode: it may raise, exit, hang, take all memory, close its streams. With its copy go
-the threads and processes that it started.
+The host imports the environment's class but never calls its methods. An episode is a fork of the host: it may raise,
+exit, hang, take all memory or close its streams without harm to other episodes. Its threads and processes end with it.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ _LARGEST = 1e9  # of a reward: sums and squares of such numbers are finite in fl
 
 
 class Host:
-    """The episodes of an environment.
+    """The process that forks an environment's episodes and passes calls and answers between them and the trainer.
 
     Args:
-      make: its class; called with `options` for every episode.
-      options: keyword arguments.
+      make: the environment's class; called with `options` for every episode.
+      options: keyword arguments of the class.
       step_s: seconds that a call may take.
-      most: characters of an observation; the rest is cut off.
-      children: gives the children of a process.
+      most: longest observation in characters; the rest is cut off.
+      children: maps a process id to the ids of its child processes.
     """
 
     def __init__(self, make, options, step_s, most, children=lambda pid: []):
@@ -84,7 +84,7 @@ class Host:
                 self.begin(self.waiting.popleft())
 
     def begin(self, call):
-        """Hands a call to its episode."""
+        """Passes a call to its episode's process, or starts the process if the call is a reset."""
         number = call["episode"]
         ends = "reset" not in call and "step" not in call
         if ends and number in self.deadlines:
@@ -103,7 +103,7 @@ class Host:
                 self.episodes[number][1].sendall(json.dumps(call).encode() + b"\n")
 
     def fork(self, number, call):
-        """Begins an episode."""
+        """Forks the process of a new episode."""
         ours, theirs = socket.socketpair()
         parent, pid = os.getpid(), os.fork()
         if not pid:
@@ -124,7 +124,7 @@ class Host:
         self.poll.register(ours, select.POLLIN)
 
     def hear(self, number):
-        """Takes what an episode says."""
+        """Reads an answer from an episode's process."""
         _, wire, read = self.episodes[number]
         chunk = b""
         with contextlib.suppress(OSError):
@@ -137,14 +137,14 @@ class Host:
             read.clear()
 
     def answer(self, number, said):
-        """Answers an episode's call, if it has one, and ends an episode that is over."""
+        """Answers an episode's pending call, if there is one. Ends the process of an episode that is over."""
         if number in self.episodes and ("observation" not in said or said.get("done")):
             self.bury(number)
         if self.deadlines.pop(number, None) is not None:
             print(json.dumps({"episode": number, **said}), file=self.wires[1], flush=True)
 
     def bury(self, number):
-        """Ends an episode with all that it started; how its process ended, if it ended itself."""
+        """Kills an episode's process and every process that it started. Returns a sentence on how the process ended."""
         pid, wire, _ = self.episodes.pop(number)
         del self.numbers[wire.fileno()]
         self.poll.unregister(wire)
@@ -162,7 +162,7 @@ class Host:
     # ---- in an episode's process ------------------------------------------------------------------------------------
 
     def live(self, call, wire):
-        """Answers an episode's calls, one after the other, until nobody listens."""
+        """Answers an episode's calls in its forked process, one by one, until the host closes the connection."""
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory runs out, this process is ended, and not the trainer
         if "numpy" in sys.modules:  # or every episode draws the same; random does this by itself
@@ -208,7 +208,7 @@ class _Episode:
 
 
 def checked(returned):
-    """(observation, reward, done) as `step` has to return them. Raises TypeError and ValueError."""
+    """Checks the return value of `step`: (observation, reward, done). Raises TypeError and ValueError."""
     try:
         observation, reward, done = returned
     except (TypeError, ValueError):
@@ -221,7 +221,7 @@ def checked(returned):
 
 
 def said(observation, most):
-    """Text, or chat messages, of at most `most` characters. Raises TypeError for anything else."""
+    """Cuts an observation (text or chat messages) to `most` characters. Raises TypeError for anything else."""
     if observation is None:
         return ""
     if isinstance(observation, str):
@@ -240,12 +240,12 @@ def said(observation, most):
 
 
 def clean(text):
-    """The text, with the replacement character for halves of characters (surrogates), which no tokenizer takes."""
+    """Replaces lone surrogates in a text, which no tokenizer takes, by the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def told(error):
-    """An error in a line, with the place that raised it."""
+    """Describes an exception in one line, with the file and line that raised it."""
     try:
         text = str(error)
     except BaseException:
@@ -256,12 +256,12 @@ def told(error):
 
 
 def prctl(option, value):
-    """prctl(2), where there is one."""
+    """Calls prctl(2), on systems that have it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end(pid, kill):
-    """Kills a process or group that may be gone."""
+    """Kills a process or group; ignores one that is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Python as a tool: the last fenced block of a turn is run, and what it prints is observed.
+"""Python as a tool: runs the last fenced code block of a turn; the program's output is the observation.
 
-It may use what the turn's other blocks define. A turn without a block is the answer.
-Every program runs anew, in the jail and the sandbox that grade code (`rewards/jail.py`, `rewards/_sandbox.py`): no
-files written, none of the user's read, no processes, no network, bounded time and memory.
+The last block may use what the turn's other blocks define. A turn without a block is the answer. Every program starts
+afresh in the jail and sandbox of code rewards (`rewards/jail.py`, `rewards/_sandbox.py`): it writes no files, reads
+none of the user's, starts no processes, has no network, and its time and memory are bounded.
 """
 
 import importlib.util
@@ -28,10 +28,10 @@ _sandbox.prepare(1024)  # raises OSError, as the process starts, where no progra
 
 
 class Environment:
-    """See `rollout/environments/__init__.py` for what an environment is.
+    """Runs a turn's code; `rollout/environments/__init__.py` defines the interface of an environment.
 
     Args:
-      program_s: seconds that a program may take. memory_mb: its address space. max_chars: of its output.
+      program_s: seconds that a program may take. memory_mb: limit of its address space. max_chars: limit of its output.
     """
 
     def __init__(self, program_s, memory_mb, max_chars):
@@ -47,7 +47,7 @@ class Environment:
         return self.run(*blocks)[: self.max_chars], 0.0, False
 
     def run(self, *blocks):
-        """Returns the output of the last block, with the error that ended it; it may use what the others define."""
+        """Returns the output of the last block, with the error that ended it. Earlier blocks may define its names."""
         program = None
         try:
             deadline = time.monotonic() + self.program_s

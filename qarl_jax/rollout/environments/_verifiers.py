@@ -1,17 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of an environment of the package `verifiers` (0.1.14); read by path, imports nothing of qarl_jax.
+"""Plays episodes of an environment of the package `verifiers` (0.1.14). Loaded by path; imports nothing of qarl_jax.
 
     python qarl_jax/rollout/environments/_verifiers.py ID [--arguments JSON] > rows.jsonl       # its prompts
 
-The environment runs its own loop, and calls a model. The model it is given is the policy: a call waits until the policy
-has taken its turn, and what the next call has behind that turn is the observation. When the loop ends, the
-environment's rubric scores it; that is the reward of the last turn, and all others have none.
+A verifiers environment runs a loop that calls a model; here the model is the policy. A call waits for the policy's
+turn; the messages that the next call adds after this turn are the observation. When the loop ends, the environment's
+rubric scores the episode: the reward of the last turn. Earlier turns have none.
 
-What it cannot do: an environment that rewrites the conversation between turns, one that scores a group's responses
-together, and one whose tools the model calls by its API (the policy's turn is text, and the environment has to read
-calls out of it). Each is an error of the episode. Environments of 0.2 and later start programs of their own, which
-call a model by HTTP: there is nothing to answer in them.
+Not supported, each an error of the episode: environments that rewrite the conversation between turns, score a group's
+responses together, or offer tools by the model's API (the policy's turn is text, and the environment has to parse calls
+out of it). Environments of 0.2 and later start programs that call a model by HTTP, and are not supported either.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import sys
 
 @functools.cache
 def loaded(name, arguments):
-    """(the environment, its rows by example_id). Once in a process."""
+    """Loads a verifiers environment, once per process: (the environment, its dataset's rows by example_id)."""
     import verifiers
 
     if not hasattr(verifiers, "load_environment"):
@@ -36,9 +35,9 @@ def loaded(name, arguments):
 
 @functools.cache
 def policy_type():
-    """Makes the class of clients through which an environment asks the policy for a turn.
+    """Makes the `verifiers` client class through which an environment asks the policy for a turn.
 
-    Its base class is verifiers', which is imported only where an environment needs it.
+    The class is made in a function because `verifiers` is an optional dependency.
     """
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
@@ -67,7 +66,7 @@ def policy_type():
 
 
 class Environment:
-    """One episode. Args: id: of the environment. arguments: of its `load_environment`."""
+    """One episode of a verifiers environment. Args: id: the environment's name. arguments: of `load_environment`."""
 
     def __init__(self, id, arguments=None):
         self.id, self.arguments = id, json.dumps(arguments or {}, sort_keys=True)
@@ -107,7 +106,7 @@ class Environment:
         await asyncio.wait({self.rollout})
 
     async def observation(self):
-        """The messages that the next call has more than the conversation so far; None: the loop has ended."""
+        """Waits for the next model call; returns the messages it adds to the conversation. None: the loop ended."""
         call = asyncio.ensure_future(self.calls.get())
         await asyncio.wait({call, self.rollout}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
@@ -124,7 +123,7 @@ class Environment:
 
 
 def plain(message):
-    """A chat message as {"role", "content"}, text alone."""
+    """Converts a chat message to {"role", "content"}. Raises TypeError if the content is not text."""
     get = message.get if isinstance(message, dict) else functools.partial(getattr, message)
     content = get("content")
     if not isinstance(content, str):

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Casts stacks of weights to the dtypes that travel, and all-gathers them where they are spread over several GPUs.
+"""Casts stacked weights to their published dtypes, and all-gathers those that are sharded over several GPUs.
 
-One program casts and gathers some tensors of some stacks (`gathered`). The caller chooses how many at once (`batches`):
-a GPU has them twice meanwhile, and starting a program takes longer than copying a small stack.
+One program casts and gathers some tensors of some stacks (`gathered`). `batches` bounds how many at once: meanwhile a
+GPU holds them twice, and launching a program takes longer than copying a small stack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE_BYTES = 2**30
 
 
 class Stack(NamedTuple):
-    """An array, the dtype in which it travels, and whether its first dimension counts tensors (1) or not (0)."""
+    """A stacked weight: an array, its published dtype, and whether its first dimension counts tensors (lead 1)."""
 
     array: jax.Array
     dtype: jnp.dtype
@@ -37,29 +37,29 @@ class Stack(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stack, as it travels."""
+        """Bytes of the stack in its published dtype."""
         return self.array.size * self.dtype.itemsize
 
     @property
     def is_there(self) -> bool:
-        """Tells whether the array is on one GPU in the dtype that travels, so that it needs no copy."""
+        """Tells whether the array lies on one GPU in its published dtype, so that it needs no copy."""
         return len(self.array.devices()) == 1 and self.array.dtype == self.dtype
 
 
 class Piece(NamedTuple):
-    """Tensors `wanted` of a stack, or all of one that `is_there`: then `wanted` begins with 0."""
+    """Tensors `wanted` of a stack; a stack that `is_there` is used in place, and `wanted` then begins with 0."""
 
     stack: Stack
     wanted: range
 
 
 def batches(wanted: Mapping[Any, Piece], limit: int | None = None) -> Iterator[list[tuple[Any, Piece]]]:
-    """(key, piece) of all that is wanted, in its order, in lists of so many bytes; one tensor at least.
+    """Splits wanted tensors, in order, into lists of (key, piece) of at most `limit` bytes, or one tensor, each.
 
     A stack is cut into equal pieces, so that few programs are compiled.
 
     Args:
-      limit: PIECE_BYTES, if not given.
+      limit: bytes; PIECE_BYTES if None.
     """
     limit = PIECE_BYTES if limit is None else limit
     batch: list[tuple[Any, Piece]] = []
@@ -106,7 +106,7 @@ def _cut(
 
 
 def gathered(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
-    """Each piece by the number of the GPU, on each of those that its stack is spread over, once it is there."""
+    """Casts and all-gathers pieces. Returns, per piece, its array by local GPU number, on its stack's local GPUs."""
     found: list[dict[int, jax.Array]] = [{} for _ in pieces]
     together: dict[Any, list[int]] = {}  # by where they are to be: the pieces that one program makes
     for number, (stack, _) in enumerate(pieces):

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `rollout.engine` section of a run that samples with vLLM."""
+"""The `rollout.engine` section of a config that samples with vLLM."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from qarl_jax.types import UserError, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(messages.EngineOptions):
-    """The engine's own options (`messages.EngineOptions`), and how the trainer reaches and supervises it.
+    """Options of vLLM (`messages.EngineOptions`), and how the trainer reaches and supervises its engines.
 
     Attributes:
-    python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
-    replicas: engines that the trainer starts, each behind a bridge of its own; 0: one, or none where others are named.
-      Over several processes each starts so many.
-    endpoints: bridges started by hand, each a unix socket's path or tcp://host:port. One of several that does not
-      answer yet, or no longer, joins when it does. Over several processes: sockets, those of each process's own host.
-    key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with endpoints.
-    visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first (over several processes: the process's own). A tensor-parallel engine has one
-      for each shard: "0,1". With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that are the
-      learner's: `shares_gpus`.
-    shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a GPU's plan has to fit both.
-    transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
-      two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
-      host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
-    memory: "given", the engine takes what `kv_cache_gb` and `gpu_memory_utilization` say; "auto", both are chosen
-      before a training run starts: a KV cache for the sequences of a step, or less where the GPU is too small for it.
-    staging_buffers: versions that are held on the GPU where they are staged there: 2, the one that serves and the next;
-      1, the next overwrites it, so that an engine that fails to load it has nothing to go back to; 0, the next goes
-      in chunks of whole layers, through a buffer of 2 GiB, to an engine on the learner's own GPU.
-    readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
-    start_timeout_s: longest start of the engine.
-    request_timeout_s: longest silence of the bridge before it is taken for dead; it reports every 2 s (not from a
+    python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: the trainer's.
+    replicas: number of engines that each trainer process starts, each behind its own bridge; 0: one, or none if
+      `endpoints` names bridges.
+    endpoints: bridges started by hand, each a unix socket's path or tcp://host:port. A bridge that does not answer
+      joins the others as soon as it does. A run of several processes takes socket paths, each on its process's host.
+    key_file: file with the key of all bridges in `endpoints` (64 hexadecimal digits, mode 0600); required with
+      endpoints.
+    visible_gpus: the engine's CUDA_VISIBLE_DEVICES (a number, or a UUID); empty: the trainer process's, so that both
+      share its first GPU. A tensor-parallel engine needs one GPU for each shard: "0,1". With `replicas`, one such list
+      per engine, joined by ";": "1;2;3". Set `shares_gpus` if these GPUs are the learner's, too.
+    shares_gpus: true if the GPUs of `visible_gpus` are the learner's, too: the memory plan of a GPU then counts both.
+    transport: how weights reach the engine: "cuda_ipc" (engine and learner on one GPU; no copy through the host),
+      "nccl" (between two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another
+      host). "auto": on one host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
+    memory: "given": the engine uses `kv_cache_gb` and `gpu_memory_utilization` as set; "auto": both are chosen before a
+      training run starts: a KV cache for the sequences of a step, or less where the GPU is too small for it.
+    staging_buffers: GPU buffers for versions: 2: the served version and the next; 1: the next overwrites the served
+      one, so an engine that fails to load it cannot go back; 0: chunked weight transfer through a buffer of 2 GiB, to
+      an engine on the learner's GPU.
+    readback: weights compared in the live engine after each publish: "off", "sampled" (16 inputs of a layer) or "full".
+    start_timeout_s: longest start of the engine, in seconds.
+    request_timeout_s: seconds without a report after which a bridge is taken for dead; it reports every 2 s (not from a
       config).
     max_restarts: bridge deaths survived in a row, without a successful call in between (not from a config).
     log_file: the bridge's output; empty: a temporary folder. A training run sets engine.log in its own (not from a
@@ -87,26 +87,26 @@ class Config(messages.EngineOptions):
 
     @property
     def has_own_gpu(self) -> bool:
-        """Tells whether the engine is meant for another GPU than the learner's."""
+        """Tells whether the engine runs on another GPU than the learner."""
         apart = bool(self.visible_gpus) or self.transport == "nccl" or self.is_remote
         return apart and self.transport != "cuda_ipc" and not self.shares_gpus
 
     @property
     def stages_on_gpu(self) -> bool:
-        """Tells whether versions are staged in the learner's GPU, if it has one."""
+        """Tells whether versions are staged in memory of the learner's GPU, if it has one."""
         return self.transport == "nccl" or (self.transport != "host" and not self.is_remote)
 
     def gpus_of(self, number: int) -> str:
-        """`visible_gpus` of a started engine."""
+        """Returns the CUDA_VISIBLE_DEVICES of started engine `number`."""
         lists = self.visible_gpus.split(";")
         return lists[number] if len(lists) > 1 else self.visible_gpus
 
     def check_hosts(self) -> None:
-        """Refuses what engines of several processes cannot do (`hosts.py`).
+        """Refuses options that do not work in a run of several processes (`hosts.py`).
 
         Raises:
-          UserError: a bridge over TCP, which all processes would call; or chunked versions, which engines ask for when
-            it suits them, so that the processes would gather different layers.
+          UserError: a bridge over TCP, which all processes would call; or chunked weight transfer, in which engines ask
+            for layers at different times while the all-gather needs all processes at once.
         """
         if self.is_remote:
             raise UserError(
@@ -170,10 +170,10 @@ class Config(messages.EngineOptions):
 
 
 def check_model(config: Config, model: ModelConfig) -> None:
-    """Refuses an engine that cannot be started for its model, as vLLM or the bridge would.
+    """Refuses engine options that vLLM or the bridge would refuse for this model, before anything is started.
 
     Raises:
-      UserError: it is for longer sequences than the model has positions, or its shards cannot share the model.
+      UserError: `max_model_len` exceeds the model's positions, or its shards cannot divide the model evenly.
     """
     positions = model.max_position_embeddings
     beyond = config.max_model_len > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")

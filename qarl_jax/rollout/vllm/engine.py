@@ -7,16 +7,15 @@
     engine.generate(prompts, num_samples=8, sampling=..., key=...)
 
 The first publish writes a model folder without weights (config.json and the list of tensors), starts a bridge on it,
-and then goes the way of every later publish: stage, validate, load in place, read back. The staged copy of the last
-version is kept (low-bit, in shared memory), so a bridge that dies during `generate` is restarted, given the same bytes
-again, and asked again; the trainer's loop does not notice. Because a draw depends on the weights, its prompt and its
-seed only, the answer is the one the dead bridge would have given.
+and then takes the steps of every publish: stage, validate, load in place, read back. The staged copy of the last
+version is kept (low-bit, in shared memory). A bridge that dies during `generate` is restarted, gets the staged version
+and the unanswered requests again, and the trainer's loop goes on. A draw depends on the weights, its prompt and its
+seed only, so the answer is the one the dead bridge would have given.
 
-How many bridges there are, started here or elsewhere, is the fleet's business (fleet.py). This file is what they have
-in common: what a version is, what a request asks, and what an answer must hold.
+fleet.py starts and supervises any number of bridges. This file makes versions and requests, and checks answers.
 
-Over several processes each has a fleet of its own, and this engine is theirs together (hosts.py): all publish the same
-bytes, each to its own bridges; each draws its share of the requests; every process yields all completions.
+In a run of several processes each process has a fleet on its host (hosts.py). All publish equal bytes, each to its
+bridges; each draws its share of the requests; every process yields all completions.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ _TRANSPORTS = {
 
 
 class BrokenPromiseError(UserError):
-    """A version that the engine does not hold, or did not get, as it was published.
+    """Raised when a published version is invalid, arrives damaged, or differs from the engine's weights.
 
     Attributes:
-      code: the bridge's: "read_back", "torn" or "tensor".
+      code: the bridge's error code: "read_back", "torn" or "tensor".
       found: the bridge's finding, with the name of the layer or tensor.
     """
 
@@ -102,18 +101,17 @@ class BrokenPromiseError(UserError):
 
 
 def leave_memory_to_vllm() -> None:
-    """Call before JAX first asks for its devices: on a GPU shared with vLLM it must take memory as it needs it, not
-    three quarters of the GPU at once. What the user has set stays."""
+    """Turns off JAX's preallocation on a GPU shared with vLLM, unless the user set it. Call before JAX's first use."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def engine_tensors(
     weights: PolicyWeights, *, stacked: bool = False, paths: Collection[str] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a checkpoint the engine loads, layer by layer; masters as bf16.
+    """Yields (name, array) of every tensor of the checkpoint that the engine loads, layer by layer; masters as bf16.
 
-    stacked: as a version is published, with the experts of a layer in one tensor (qarl_bridge.protocol.expert_stacks).
-    paths: of the parameters whose tensors are wanted; None: all that do not lie `elsewhere`.
+    stacked: the experts of a layer are one tensor, as in a published version (qarl_bridge.protocol.expert_stacks).
+    paths: the wanted parameters; None: all but `weights.elsewhere`.
     """
     config = models.config_of(weights.graphdef)
     if weights.elsewhere:
@@ -128,7 +126,7 @@ def engine_tensors(
 
 
 def moving(config: models.ModelConfig, fixed: Collection[str]) -> frozenset[str]:
-    """Paths of the parameters that a version needs which keeps `fixed` ones: a module of the engine is sent whole."""
+    """Finds the parameters to send if the engine keeps `fixed` ones; a changed module is sent whole."""
     modules: dict[str, set[str]] = {}
     for path, names in models.hf_names(config).items():
         for name in names.reshape(-1):
@@ -137,9 +135,9 @@ def moving(config: models.ModelConfig, fixed: Collection[str]) -> frozenset[str]
 
 
 def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
-    """The config.json the engine is started with: the model's own, and the quantization_config its rules imply.
+    """Makes the config.json that the engine is started with: the model's, and a quantization_config for its schemes.
 
-    exported: for a folder of weights in the layouts of `Scheme.exports`.
+    exported: for a folder of weights in the export layouts (`Scheme.exports`).
     """
     config = models.config_of(graphdef)
     names = models.hf_names(config)
@@ -167,10 +165,10 @@ def _schemes(config: models.ModelConfig) -> list[str]:
 
 
 def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
-    """Seed in [0, 2**63) of sample `number` of prompt `uid` under `key`, from position `start`: of these four alone.
+    """Hashes (key, uid, number, start) to the seed in [0, 2**63) of a sample that begins or continues at `start`.
 
-    vLLM starts a request's randomness from its seed; the same one for a piece that goes on would draw with the numbers
-    its beginning was drawn with.
+    vLLM starts a request's random numbers from its seed: with an equal seed, a continued response would repeat the
+    numbers of its beginning.
     """
     place = f"{number}@{start}" if start else f"{number}"
     digest = hashlib.blake2b(f"{key}/{place}/{uid}".encode(), digest_size=8).digest()
@@ -178,13 +176,13 @@ def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
 
 
 class VllmEngine(RolloutEngine):
-    """A RolloutEngine; see the module docstring.
+    """A RolloutEngine that samples with vLLM behind bridges; see the module docstring.
 
     Args:
-      config: see Config.
-      run_id: names the run in versions; two runs cannot publish to one bridge.
-      incarnation: this start of the run, the same in all its processes; must grow when a run is resumed. None: the
-        first process's time in nanoseconds.
+      config: options of the engine and its bridges.
+      run_id: names the run in version numbers; two runs cannot publish to one bridge.
+      incarnation: number of this start of the run, equal in all its processes; must grow when a run is resumed. None:
+        the first process's time in nanoseconds.
       on_progress: called every two seconds while sampling, with (running, waiting, tokens).
       log: called with a line when a bridge is started or replaced.
     """
@@ -234,7 +232,7 @@ class VllmEngine(RolloutEngine):
 
     @property
     def facts(self) -> messages.Facts | None:
-        """The connected engine's facts: versions, ISA, kernels, arithmetic profile."""
+        """The engine's report about itself: versions, kernels, arithmetic profile. None before its start."""
         return None if self.fleet.first is None else self.fleet.first.facts
 
     @property
@@ -243,10 +241,10 @@ class VllmEngine(RolloutEngine):
         return self.fleet.restarts
 
     def prepare(self, graphdef: Any) -> None:
-        """Starts bridges for a model whose weights are still to come, and returns at once: vLLM starts meanwhile.
+        """Starts bridges before the weights exist, so that vLLM starts while the trainer loads them. Returns at once.
 
         Args:
-          graphdef: as the first `publish` will have it.
+          graphdef: the static half that the first `publish` will have.
         """
         if not self._config.started:
             return
@@ -258,10 +256,10 @@ class VllmEngine(RolloutEngine):
         self.fleet.prepare(engine_config(graphdef), expected)
 
     def hold_once(self, graphdef: Any, mesh: Mesh) -> OneBase | None:
-        """The base in memory that the engine is started on; see `RolloutEngine`.
+        """Allocates a frozen base that the engine reads in the learner's memory; see `RolloutEngine`.
 
         Raises:
-          UserError: there is no room for it, or it cannot be exported; the sentence says what to do.
+          UserError: the device has no room for the base, or its memory cannot be exported.
         """
         if mesh.devices.flat[0].platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
             return None
@@ -285,9 +283,9 @@ class VllmEngine(RolloutEngine):
     # RolloutEngine ---------------------------------------------------------------------------------------------------
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
-        """Put a version into the engine, in place; returns seconds per phase, bytes, and what was compared.
+        """Loads a version into the live engine, in place. Returns seconds per phase, bytes, and read-back counts.
 
-        Over several processes all must call it, and an error of one is raised on all.
+        In a run of several processes all must call it, and an error of one is raised on all.
         """
         model_json = engine_config(weights.graphdef)
         identity = (messages.model_fingerprint(model_json), messages.scheme_hash(model_json.get("quantization_config")))
@@ -436,13 +434,13 @@ class VllmEngine(RolloutEngine):
         return self.fleet.ask(lambda client: client.status())
 
     def probe(self, prompt: Sequence[int], modules: Sequence[str]) -> list[messages.Recorded]:
-        """Records inputs and outputs of live modules (the engine's names) while the engine prefills `prompt`."""
+        """Records inputs and outputs of the engine's `modules` while it prefills `prompt`. The names are vLLM's."""
         if self._staged is None:
             raise UserError("probe: nothing was published yet")
         return self.fleet.ask(lambda client: client.probe([int(t) for t in prompt], list(modules)))
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
-        """Yields completions as vLLM ends them; a bridge that dies meanwhile is replaced. See `RolloutEngine`."""
+        """Yields completions as vLLM ends them; replaces a bridge that dies meanwhile. See `RolloutEngine`."""
         if self._staged is None:
             raise UserError("generate: nothing was published yet")
         if not requests:
@@ -474,7 +472,7 @@ class VllmEngine(RolloutEngine):
                 yield index, self._completion(requests[index], one)
 
     def close(self) -> None:
-        """Stop the bridges this engine started, and free the staged version. Idempotent."""
+        """Stops the bridges that this engine started, and frees the staged version. Idempotent."""
         self.fleet.close()
         self._close_versions()
         if self._stager is not None:

@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Any number of engines behind one interface: a version for all of them, and completions from whichever has room.
+"""A fleet of engines behind one interface: publishes a version to all, and draws completions from any that has room.
 
     fleet = Fleet(config, ...)
     fleet.publish(staged)                  # returns when every engine that is up serves it
     fleet.draw(draws, sampling)            # yields (index, completion) as they end
 
-A run with one engine is a fleet of one. What a completion is depends on the weights, its prompt and its seed alone, so
-that it does not matter who draws it, how often, or in which order answers come in: where the engine's arithmetic does
-not depend on the rest of the batch (batch-invariant kernels), a fleet's run equals the one-engine run, to the bit.
+A run with one engine is a fleet of one. A completion depends on the weights, its prompt and its seed alone, so any
+engine may draw it, any number of times, in any order. With batch-invariant kernels a fleet's run equals the one-engine
+run, to the bit.
 
 | what happens                         | what the fleet does                                                           |
 |--------------------------------------|-------------------------------------------------------------------------------|
@@ -22,9 +22,8 @@ not depend on the rest of the batch (batch-invariant kernels), a fleet's run equ
 | an endpoint comes up later           | it is given the current version, and serves                                   |
 | none is left                         | the call fails, with what the first of them said                              |
 
-Threads: a task per engine while it is brought to the current version, and a thread per request in flight. All state is
-guarded by one condition, and whoever waits (`publish`, `draw`, from any thread) waits on it. Callbacks run in the
-thread that called `draw`.
+Threads: one per engine while it loads the current version, and one per request in flight. One condition guards all
+state; `publish` and `draw`, from any thread, wait on it. Callbacks run in the thread that called `draw`.
 """
 
 from __future__ import annotations
@@ -94,13 +93,13 @@ class _Work:
 
 
 class Fleet:
-    """See the module docstring.
+    """All vLLM engines of a process behind one interface; see the module docstring.
 
     Args:
-      config: the engines', and the addresses of those started elsewhere.
+      config: the engines' options, and the addresses of bridges started by hand.
       run_id, incarnation: see `messages.Version`.
-      check: raises UserError where an engine that has just answered does not fit the learner.
-      explain: an exception to raise in place of what a bridge said, where it broke a promise.
+      check: called with a newly connected engine's facts; raises UserError if the engine does not fit the learner.
+      explain: maps a bridge's error to a clearer exception if the error breaks a promise; else None.
       log: called with a line, from any thread.
     """
 
@@ -138,21 +137,21 @@ class Fleet:
 
     @property
     def first(self) -> Replica | None:
-        """An engine that is connected, the same one as long as it is."""
+        """A connected engine; the same one as long as it stays connected. None if there is none."""
         return next((replica for replica in self.replicas if replica.client is not None), None)
 
     def prepare(self, model_json: Mapping[str, Any], expected: list[messages.Expected]) -> None:
-        """Starts what is to be started here, before there are weights."""
+        """Starts the bridges that the trainer owns, before there are weights."""
         for replica in self.replicas:
             replica.start(model_json, expected)
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def publish(self, staged: sender.Version, model_json: Mapping[str, Any]) -> dict[str, float]:
-        """Brings every engine that is up to a version. The fleet needs it until the next one has been published.
+        """Publishes a version to every engine that is up. Keep `staged` open until the next version has been published.
 
         Returns:
-          As `sender.Client.publish`: seconds are the slowest engine's. Of a fleet also `replicas`: how many serve.
+          As `sender.Client.publish`; seconds are the slowest engine's. With several engines also `replicas` that serve.
 
         Raises:
           what the first engine has, if none serves the version; the version before it is then served as before.
@@ -312,14 +311,14 @@ class Fleet:
         routed_bytes: int = 0,
         on_progress: Callable[[int, int, int], None] | None = None,
     ) -> Generator[tuple[int, messages.Drawn], None, None]:
-        """Yields (index of the draw, its completion) once per draw, as they end.
+        """Yields (index of the draw, its completion) once per draw, as draws end.
 
         Args:
-          routed_bytes: that come back for a position beside its token, where its experts are recorded.
+          routed_bytes: bytes of routed experts that a reply has per position; 0 if experts are not recorded.
           on_progress: called every two seconds with (running, waiting, tokens).
 
         Raises:
-          UserError: an engine refused a request that all would refuse; or none is left.
+          UserError: an engine refused a request that every engine would refuse, or no engine is left.
         """
         work = _Work(draws, sampling, self._pieces(draws, routed_bytes))
         try:
@@ -353,8 +352,11 @@ class Fleet:
                     flight.is_over = True
 
     def _pieces(self, draws: Sequence[messages.Draw], routed_bytes: int) -> Iterator[list[int]]:
-        """Numbers of draws that are asked for together: four pieces per engine, or a quarter of what one decodes at a
-        time; the samples of a prompt together, which share its prefix. A single engine is asked for all at once."""
+        """Yields the numbers of draws that are asked for together. A single engine is asked for all at once.
+
+        Of several, each gets four pieces, or pieces of a quarter of what it decodes at a time. Samples of a prompt stay
+        together, because they share its prefix.
+        """
         most = len(draws)
         if self._config.is_fleet:
             most = max(1, min(-(-most // (4 * len(self.replicas))), self._config.max_num_seqs // 4))
@@ -494,7 +496,7 @@ class Fleet:
                         replica.trouble = error
 
     def close(self) -> None:
-        """Ends the bridges that were started here, and all connections. Idempotent."""
+        """Stops the bridges that the trainer started, and closes all connections. Idempotent."""
         with self._changed:
             self._closing = True
             tasks = [replica.task for replica in self.replicas if replica.task is not None]
@@ -509,8 +511,10 @@ class Fleet:
 
 
 def _is_fault(error: BridgeError, replica: Replica) -> bool:
-    """Tells whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one,
-    which is what a death in the middle of one looks like."""
+    """Tells whether a bridge is to be replaced: it is gone or silent, or refuses a handshake after an earlier one.
+
+    A bridge that dies during a handshake looks as if it refused.
+    """
     return error.code in ("dead", "timeout") or (error.code == "auth" and replica.has_held_lease)
 
 
@@ -520,10 +524,10 @@ def batches(
     most_back: int = messages.MAX_REPLY // 4 * 3,
     routed_bytes: int = 0,
 ) -> Iterator[list[messages.Draw]]:
-    """The draws in order, in as few requests as surely fit a frame each, and their replies too.
+    """Splits draws, in order, into few requests whose messages and replies fit the protocol's size limits.
 
-    A token takes up to 5 bytes on the way there, 8 on the way back (with its log-prob); `routed_bytes` more come back
-    for every position where its experts are recorded.
+    A token takes up to 5 bytes in a request and 8 in a reply (with its log-prob). Recorded experts add `routed_bytes`
+    to the reply for every position.
     """
     batch: list[messages.Draw] = []
     there = back = 0

@@ -1,19 +1,18 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Staging a version on the learner's GPU: from QTensors to the engine's tensors without leaving the device.
+"""Stages a version on the learner's GPU: copies QTensors to the engine's tensors without leaving the device.
 
     stager = DeviceStager([gpu_buffers(0)], transport="auto")
     staged = stager.stage(weights, version=..., model=..., scheme=...)    # a sender.DeviceVersion
 
-The learner keeps its weights stacked over layers and in wire layout already, so a layer's tensor is a contiguous piece
-of a stack: publishing it is one device-to-device copy from the stack into a staging buffer, which an engine on this GPU
-maps (transport/cuda_ipc.py) and one on another is sent (transport/nccl.py). Masters without a QTensor (embedding,
-norms, head, all of a bf16 policy) are cast to bfloat16 first, some layers at a time. The fingerprints are computed by a
-jitted program from the stacks themselves, not from the copy: what the bridge checks is what the learner computes with.
+The learner keeps its weights stacked over layers and in wire layout (the byte layout that the engine loads). A layer's
+tensor is a contiguous piece of a stack: publishing it is one device-to-device copy into a staging buffer. An engine on
+this GPU maps the buffer (transport/cuda_ipc.py); an engine on another GPU is sent it (transport/nccl.py). Masters
+without a QTensor (embedding, norms, head, all of a bf16 policy) are cast to bfloat16 first, some layers at a time. A
+jitted program computes the fingerprints from the stacks, so that the bridge checks the copy.
 
-Two buffers are held, one of which the serving version lies in; or one, which the next version overwrites
-(`staging_buffers`). A learner that is spread over several GPUs all-gathers its shards, some layers at a time, over the
-wire between them, on each GPU where an engine is, for it holds whole matrices; no host has any.
+Two buffers are held, for the served version and the next; or one, which the next version overwrites
+(`staging_buffers`). A sharded learner all-gathers its shards, some layers at a time, onto each GPU with an engine.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Key = tuple[str, str]  # (path of a parameter, name of an array of its QTensor, 
 
 @functools.partial(jax.jit, static_argnames="lead")
 def row_sums(x: jax.Array, lead: int) -> jax.Array:
-    """Fingerprints' row sums (`qarl_bridge.protocol.fingerprint`) of every tensor in a stack.
+    """Computes the row sums of the fingerprint (`qarl_bridge.protocol.fingerprint`) of every tensor in a stack.
 
     Args:
       x: [*stack, ...] of any wire dtype. lead: number of stack dims.
@@ -86,9 +85,9 @@ class _Place:
 
 
 def layout(weights: PolicyWeights) -> list[_Place]:
-    """Lists every tensor that the engine is given, in the order of `engine_tensors`: embedding, layers, norm, head.
+    """Lists every tensor of a published version with source and offset, in the order embedding, layers, norm, head.
 
-    A layer's experts are one tensor. What lies `elsewhere` is left out. Only shapes are read, so that `weights` may be
+    A layer's experts are one tensor. Leaves of `weights.elsewhere` are left out. Only shapes are read: `weights` may be
     abstract.
     """
     config = models.config_of(weights.graphdef)
@@ -114,7 +113,7 @@ def layout(weights: PolicyWeights) -> list[_Place]:
 def shapes_apart(weights: PolicyWeights) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Lists a checkpoint's tensors by name: (dtype, shape), in the order of `engine_tensors`.
 
-    Each expert has tensors of its own here; in `layout` a layer's experts are one stack. `weights` may be abstract.
+    Every expert has separate tensors here; in `layout` a layer's experts are one stack. `weights` may be abstract.
     """
     config = models.config_of(weights.graphdef)
     leads = {path: names.ndim for path, names in models.hf_names(config).items()}
@@ -128,8 +127,10 @@ def shapes_apart(weights: PolicyWeights) -> dict[str, tuple[np.dtype, tuple[int,
 
 
 def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[int, ...], str]]:
-    """(name, dtype, shape, array it is) of each tensor of a weight, cut out of a stack with `lead` dims; one that says
-    the weight's own shape comes last, and is no array."""
+    """Yields (name, dtype, shape, array) of each tensor of a weight, cut out of a stack with `lead` dims.
+
+    The tensor with the weight's own shape comes last; it is no array, and `array` is empty.
+    """
     if not isinstance(tensor, QTensor):
         yield name, dtype_in(tensor, jnp.bfloat16), tuple(tensor.shape[lead:]), "master"
         return
@@ -208,13 +209,12 @@ class _Held:
 
 
 def visible_gpus() -> list[str]:
-    """The names in this process's CUDA_VISIBLE_DEVICES; empty: it sees all."""
+    """Lists the names in this process's CUDA_VISIBLE_DEVICES; empty if the process sees all GPUs."""
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
 def own_gpus(count: int, shards: int = 1) -> str:
-    """`rollout.engine.visible_gpus` of `count` engines, each of so many shards, on the GPUs of this process, in turn;
-    empty: it has none."""
+    """Assigns this process's GPUs to `count` engines of `shards` shards, as `visible_gpus`; empty if it has none."""
     numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     seen = visible_gpus()
     names = [seen[number] if seen else str(number) for number in numbers]
@@ -225,14 +225,14 @@ def own_gpus(count: int, shards: int = 1) -> str:
 
 
 def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:
-    """The numbers of this process's GPUs that versions are staged on: those of the engines that weights are on, too;
-    else the weights' first.
+    """Lists this process's GPUs that versions are staged on: those with weights and an engine, else the first with
+    weights.
 
     Args:
-      engines: the CUDA_VISIBLE_DEVICES of each; empty: what this process sees.
+      engines: the CUDA_VISIBLE_DEVICES of each engine; empty: this process's.
 
     Raises:
-      BridgeError("unshared"): the weights are elsewhere.
+      BridgeError("unshared"): some weights are not on a GPU.
     """
     devices = {device for leaf in jax.tree.leaves((weights.params, weights.qweights)) for device in leaf.devices()}
     others = {device.platform for device in devices} - {platform}
@@ -254,10 +254,11 @@ CHUNK_BYTES = 2 * 2**30
 
 
 def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
-    """Cuts a version into parts: each has as many whole layers as fit `limit` bytes, one at least. Returns their ends.
+    """Cuts a version into chunks of whole layers: as many as fit `limit` bytes, at least one. Returns their ends in
+    `places`.
 
     Args:
-      limit: CHUNK_BYTES, if not given.
+      limit: bytes; CHUNK_BYTES if None.
     """
     limit = CHUNK_BYTES if limit is None else limit
     layers = [
@@ -276,7 +277,7 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
 
 
 def spans_of(places: Sequence[_Place], ends: Sequence[int]) -> list[tuple[int, int]]:
-    """(first byte, bytes) of each part."""
+    """Returns (first byte, number of bytes) of each chunk of `parts_of`."""
     spans = []
     for first, end in itertools.pairwise([0, *ends]):
         start, last = places[first].offset, places[end - 1]
@@ -285,12 +286,12 @@ def spans_of(places: Sequence[_Place], ends: Sequence[int]) -> list[tuple[int, i
 
 
 class DeviceStager:
-    """Writes versions into staging buffers on GPUs.
+    """Writes versions into staging buffers on the learner's GPUs.
 
     Args:
-      pools: the buffers of each GPU an engine is on; the weights are on all of these GPUs, whole or in parts.
-      transport: the way of versions, see `sender.DeviceVersion`.
-      chunked: a buffer has one part of a version (`sender.ChunkedVersion`), written when the bridge asks for it.
+      pools: the buffer pool of each GPU with an engine; every one of these GPUs holds the weights or a shard of them.
+      transport: how versions reach engines, see `sender.DeviceVersion`.
+      chunked: a buffer holds one chunk of a version (`sender.ChunkedVersion`), written when the bridge asks for it.
     """
 
     def __init__(self, pools: Sequence[Any], transport: str = "auto", *, chunked: bool = False):
@@ -305,11 +306,11 @@ class DeviceStager:
     def stage(
         self, weights: PolicyWeights, *, version: messages.Version, model: bytes, scheme: bytes
     ) -> sender.DeviceVersion:
-        """A version in buffers of its own, complete when this returns, unless the stager is `chunked`: then `weights`
-        must stay alive until the version is published. Arguments as in `sender.stage`.
+        """Writes a version into staging buffers, complete on return. A `chunked` stager writes later: keep `weights`
+        alive until the version is published. Arguments as in `sender.stage`.
 
         Raises:
-          BridgeError: "limits", the GPU has no room for the buffer.
+          BridgeError("limits"): the GPU has no room for the buffer.
         """
         start = time.perf_counter()
         if weights.graphdef not in self._layouts:
@@ -385,11 +386,11 @@ class DeviceStager:
             return tensors
 
     def forget(self) -> None:
-        """Frees the parts that were gathered last, after the last engine has them."""
+        """Frees the chunks that were gathered last, after every engine has them."""
         with self._turn:
             self._gathered.clear()
 
     def close(self) -> None:
-        """Free the buffers; no version in them may be in use. Idempotent."""
+        """Frees the buffers; no version in them may be in use. Idempotent."""
         for pool in self._pools:
             pool.close()

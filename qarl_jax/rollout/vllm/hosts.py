@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of several processes as one: each process has a fleet of its own, on its host, and nobody else's.
+"""Combines the vLLM engines of several trainer processes into one; each process has a fleet of engines on its host.
 
 | what           | how                                                                                          |
 |----------------|----------------------------------------------------------------------------------------------|
@@ -12,9 +12,8 @@
 | an error       | raised on every process, with a bridge's code                                                |
 | a process dies | all end, and their engines with them (`runtime/peers.py`)                                    |
 
-A completion depends on the weights, its prompt and its seed alone, so that it does not matter which host draws it. In a
-run of one process everything here is a no-op. The others must be called by all processes in the same order, from the
-main thread.
+A completion depends on the weights, its prompt and its seed alone, so any host may draw it. In a run of one process
+these functions do nothing. In a run of several, all processes must call them in one order, from the main thread.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _DRAWN = msgspec.msgpack.Decoder(list[messages.Drawn])
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises on all processes, at the end, an error that one raised inside; a bridge's error keeps its code."""
+    """Raises an error of one process on all processes, when the block ends; a bridge's error keeps its code."""
     failure: Exception | None = None
     try:
         yield
@@ -50,19 +49,19 @@ def together() -> Iterator[None]:
 
 
 def check_manifest(manifest: messages.Manifest) -> None:
-    """Stops every process unless all have staged the same version, by every tensor's fingerprint.
+    """Compares the fingerprints of a staged version's tensors between all processes.
 
     Raises:
-      UserError: naming the first process that differs.
+      UserError: on every process; it names the first process whose fingerprints differ.
     """
     processes.check_same(manifest.digest, f"the tensors of {manifest.version}")
 
 
 def check_facts(facts: messages.Facts | None) -> None:
-    """Stops every process unless all engines are one build with one arithmetic.
+    """Compares the engines' versions, kernels and arithmetic between all processes.
 
     Raises:
-      UserError: naming the first process that differs.
+      UserError: on every process; it names the first process whose engine differs.
     """
     if facts is not None:
         same = facts.engine, facts.engine_version, facts.profile, facts.isa, facts.kernels, facts.execution
@@ -70,16 +69,16 @@ def check_facts(facts: messages.Facts | None) -> None:
 
 
 def share(count: int, number: int, of: int) -> range:
-    """The requests that process `number` draws: equal shares of neighbours, which mostly have one prompt."""
+    """Returns the indices of the requests that process `number` of `of` draws: equal, contiguous shares."""
     return range(count * number // of, count * (number + 1) // of)
 
 
 def draw(draws: Sequence[messages.Draw], ask: Callable[[Sequence[messages.Draw]], Drawn]) -> Drawn:
-    """Yields (index of the draw, its completion) once per draw; of several processes in order, after the last ended.
+    """Yields (index of the draw, its completion) once per draw; with several processes in order, after the last ended.
 
     Args:
-      draws: the same in every process.
-      ask: draws some of them with the engines of this process, as `Fleet.draw`.
+      draws: the requests, equal in every process.
+      ask: draws some requests with the engines of this process, as `Fleet.draw`.
     """
     of = processes.count()
     if of == 1:

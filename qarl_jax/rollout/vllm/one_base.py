@@ -1,12 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A frozen nvfp4 base that learner and vLLM hold once: in buffers of the trainer's, which both read.
+"""Shares one copy of a frozen nvfp4 base between learner and vLLM: both read buffers that the trainer allocates.
 
     held = OneBase(graphdef, mesh)               # before the engine starts: it is started on `held.places`
-    held.put({path: QTensor, ...}, first_layer)  # as the base is read, all weights that the engine fuses together
+    held.put({path: QTensor, ...}, first_layer)  # as the base is read; weights that the engine fuses come in one call
     held.finish(frozen)                          # `qweights` of the learner, over the same memory
 
-JAX sees a buffer through DLPack: a view, which no program copies and none may be donated.
+JAX sees a buffer through DLPack, as a view. Programs do not copy views, and views must not be donated.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from qarl_jax.rollout import PolicyWeights
 
 
 def shareable(graphdef: Any) -> dict[tuple[int, str], tuple[str, ...]]:
-    """Finds the weights that learner and engine can hold once: (stack, fused module) -> paths of its kernels, in order.
+    """Finds weights that learner and engine can share: (stack, fused module) -> paths of its kernels, in order.
 
-    They are nvfp4 of whole blocks in dense layers.
+    These are nvfp4 weights in dense layers, with shapes that are multiples of the shared layout's blocks.
     """
     config = models.config_of(graphdef)
     names, kernels = models.hf_names(config), quantizable(models.abstract_model(config))
@@ -99,17 +99,17 @@ class _Buffer:
 
 
 class OneBase:
-    """The base of a run, in place once all of it was `put`.
+    """Buffers of a run's frozen base for learner and engine; complete after `put` of all weights and `finish`.
 
     Args:
-      graphdef: of the learner and its engine, which agree on the scheme.
-      mesh: the learner's, of one device.
+      graphdef: the model's static half; learner and engine must agree on the scheme.
+      mesh: the learner's mesh, of one device.
 
     Attributes:
-      paths: leaves that no version brings.
+      paths: leaves that are never published, because the engine reads them here.
 
     Raises:
-      BridgeError: there is no room ("limits"), or the memory cannot be exported ("unshared").
+      BridgeError: the device has no room for them ("limits"), or their memory cannot be exported ("unshared").
     """
 
     def __init__(self, graphdef: Any, mesh: Mesh):
@@ -134,7 +134,7 @@ class OneBase:
 
     @property
     def places(self) -> list[layout.Place]:
-        """The buffers, as an engine is told of them."""
+        """The buffers' descriptions (layout and memory handle) that an engine is started with."""
         return [buffer.place for buffer in self._groups.values()]
 
     @property
@@ -143,12 +143,12 @@ class OneBase:
         return sum(layout.size(layout.arrays_of(place)) for place in self.places)
 
     def put(self, weights: Mapping[str, Any], first: int) -> None:
-        """Writes some layers of weights.
+        """Writes some layers of weights into the buffers, quantizing masters.
 
         Args:
-          weights: masters or QTensors of nvfp4 [layers, N, K] by path in the whole model, all that the engine fuses
-            together.
-          first: the stack's layer that they begin at.
+          weights: masters or nvfp4 QTensors [layers, N, K] by path in the whole model. Weights that the engine fuses
+            must come in one call.
+          first: index of their first layer in the stack.
         """
         for paths, buffer in self._groups.items():
             if paths[0] in weights:
@@ -156,7 +156,7 @@ class OneBase:
                     buffer.write(name, values, first)
 
     def finish(self, frozen: nnx.State) -> nnx.State:
-        """Writes biases of the base and returns it whole: `frozen`, which has all else of it, and `entries`."""
+        """Writes the base's biases. Returns the whole base: `frozen` (all but the buffers' weights) with `entries`."""
         values = models.by_path(frozen)
         for paths, buffer in self._groups.items():
             if buffer.place.has_bias:
@@ -165,7 +165,7 @@ class OneBase:
         return united(frozen, self.entries())
 
     def entries(self) -> nnx.State:
-        """The learner's QTensors over the buffers."""
+        """Returns the learner's QTensors as views of the buffers, without a copy."""
         found: dict[tuple[Any, ...], Any] = {}
         for paths, buffer in self._groups.items():
             codes, scales, divisors = (buffer.view(name, self._sharding) for name in ("words", "scales", "divisors"))
@@ -176,7 +176,7 @@ class OneBase:
         return nnx.from_flat_state(found)
 
     def abstract(self) -> nnx.State:
-        """The shapes of `entries`."""
+        """Returns the shapes and shardings of `entries`, without arrays."""
         found: dict[tuple[Any, ...], Any] = {}
         for paths, buffer in self._groups.items():
             arrays = layout.arrays_of(buffer.place)
@@ -196,7 +196,7 @@ class OneBase:
 
 
 def moved_into(held: OneBase, weights: PolicyWeights) -> PolicyWeights:
-    """The same policy over `held`, in which its base is put; what it had of that may be freed."""
+    """Writes a policy's base into `held`; returns the policy with views of `held` in place of its copy."""
     made = models.by_path(weights.qweights)
     held.put({path: qtensor for path, qtensor in made.items() if path in held.paths}, 0)
     held.finish(weights.params)

@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A bridge as a process of ours: how it is started, what it says when it ends, and that it does end.
+"""Starts, watches and stops a bridge as a child process of the trainer.
 
     bridge = BridgeProcess(arguments=["--options", "{...}"])
     address, key = bridge.start(config_json, expected)         # returns at once: it answers when the engine is up
     bridge.has_ended, bridge.last_words()
     bridge.stop()                                              # and start again on the same folder, or close()
 
-It lives in a folder of its own (mode 0700): a model without weights, a key, a socket, a log. A trainer that is killed
-leaves that folder behind, and the next one removes it.
+Each bridge has a private folder (mode 0700): a model without weights, a key, a socket, a log. A killed trainer leaves
+the folder behind, and the next trainer removes it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class BridgeProcess:
     """Runs at most one `python -m qarl_bridge` at a time.
 
     Args:
-      arguments: its command line, beyond the folder's files.
-      python: interpreter; empty: this one.
-      visible_gpus: its CUDA_VISIBLE_DEVICES; empty: this process's.
-      log_file: file that its output is appended to; empty: in the folder.
-      host: address of this host that it listens on, at a free port; empty: a unix socket.
+      arguments: further arguments of its command line.
+      python: interpreter; empty: the trainer's.
+      visible_gpus: its CUDA_VISIBLE_DEVICES; empty: the trainer's.
+      log_file: file that its output is appended to; empty: bridge.log in its folder.
+      host: address that it listens on, at a free port; empty: a unix socket.
 
     Attributes:
-      base: what of the weights lies in this process's memory, as it is told at every start.
+      base: buffers of a frozen base in the trainer's memory (`one_base.OneBase.places`), passed to each new bridge.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class BridgeProcess:
         self.base: Sequence[Place] = ()
 
     def start(self, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> tuple[str, bytes]:
-        """(address, key) of a new bridge; one that runs is stopped first.
+        """Starts a bridge and returns its (address, key); stops a running one first.
 
         Args:
-          config: the model's config.json. expected: every tensor of a version.
+          config: the model's config.json. expected: name, dtype and shape of every tensor of a version.
 
         Raises:
           UserError: there is no such interpreter; no folder is short enough for a unix socket.
@@ -108,7 +108,7 @@ class BridgeProcess:
 
     @property
     def folder(self) -> str | None:
-        """The bridge's folder, from the first start to the end."""
+        """The bridge's folder; None before the first start and after `close`."""
         return None if self._scratch is None else self._scratch.path
 
     @property
@@ -118,14 +118,14 @@ class BridgeProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Tells whether a bridge was started and is no more."""
+        """Tells whether a bridge was started and its process has ended."""
         return self.process is not None and self.process.poll() is not None
 
     def _log_path(self) -> str:
         return self._log_file or os.path.join(self.folder or "", "bridge.log")
 
     def last_words(self) -> str:
-        """The last error it wrote, else the end of what it wrote; and where all of it is, if it is kept."""
+        """Returns the last error in the bridge's log, else the log's end; with the log file's path if it is kept."""
         try:
             with open(self._log_path(), "rb") as file:
                 file.seek(max(self._log_begin, os.path.getsize(self._log_path()) - _LOG_TAIL_BYTES))
@@ -138,7 +138,7 @@ class BridgeProcess:
         return f"{words} (all that it said: {self._log_file})" if self._log_file else words
 
     def kill(self, patience_s: float) -> int | None:
-        """End it without asking; its exit code, if it ended by itself within `patience_s`."""
+        """Kills the bridge. Returns its exit code if it ended by itself within `patience_s` seconds, else None."""
         code = None
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,7 +148,7 @@ class BridgeProcess:
         return code
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """End it: after `grace_s` by asking, then by force. Idempotent."""
+        """Stops the bridge: waits `grace_s` seconds, then sends SIGTERM, then SIGKILL. Idempotent."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -162,7 +162,7 @@ class BridgeProcess:
                 process.wait(10.0)
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Stop it and remove its folder. Idempotent."""
+        """Stops the bridge and removes its folder. Idempotent."""
         self.stop(grace_s)
         if self._scratch is not None:
             self._scratch.close()

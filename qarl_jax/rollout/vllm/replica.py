@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of a fleet: its bridge, started here or elsewhere, and the connections to it.
+"""One engine of a fleet: its bridge, started by the trainer or by hand, and the connections to it.
 
     replica = Replica("the vLLM bridge", config, run_id="run", incarnation=1, log=print)
-    replica.connect(model_json, expected)          # starts the process, where it is ours, and takes the lease
+    replica.connect(model_json, expected)          # starts the process if the trainer owns it, and takes the lease
     replica.publish(staged)
     replica.draw(draws, sampling, ...)             # from any number of threads at once
-    replica.bury(error)                            # dead, silent or astray: what is left of it goes
+    replica.bury(error)                            # after its death: kills the process, closes the connections
 
-Weights go over one connection, which holds the lease; every request for completions in flight has a connection of its
-own. All of them belong to one life of the bridge, and end with it.
+The lease is the sole right to publish to a bridge. One connection holds the lease and sends weights; every request for
+completions in flight has a separate connection. All connections end with the bridge's process.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class Life:
 
 
 class Replica:
-    """A bridge; see the module docstring.
+    """A bridge and its connections; see the module docstring.
 
     Args:
-      name: in messages, e.g. "vLLM bridge 2".
-      config: of the engines. number: of the process, for its GPUs and log. address: of a bridge started by hand.
-      run_id, incarnation: whose versions these are.
+      name: name in messages, e.g. "vLLM bridge 2".
+      config: options of the engines. number: of a started bridge, for GPUs and log. address: of one started by hand.
+      run_id, incarnation: identify the run and this start of it in version numbers.
       log: called with a line.
 
     Attributes (guarded by the fleet's lock):
-      holds: the version it serves; None: none that is known.
-      trouble: why it must be replaced before it is used again. error: why it was given up, until `retry_at`.
+      holds: the version it serves; None: unknown.
+      trouble: the fault for which it must be replaced before use. error: why it is left out, until `retry_at`.
       task: the thread that brings it to the current version, if any.
       has_held_lease: True if it was connected once.
-      deaths: in a row. requests, draws: in flight. report: of the last publish.
+      deaths: faults in a row. requests, draws: counts in flight. report: metrics of the last publish.
     """
 
     def __init__(
@@ -97,26 +97,26 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """Tells whether more draws would be begun soon: some may wait, so that none has to be waited for."""
+        """Tells whether to send more draws now; a quarter of a batch may wait, so that the engine never idles."""
         return self.requests < MOST_REQUESTS and 4 * self.draws < 5 * self._config.max_num_seqs
 
     def serves(self, version: sender.Version | None) -> bool:
-        """Tells whether requests may be sent."""
+        """Tells whether requests may be sent to it: it holds `version` and has no fault."""
         return self.trouble is None and self.error is None and version is not None and self.holds is version
 
     # ---- to life, with the lease -------------------------------------------------------------------------------------
 
     def start(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
-        """Starts the process, where it is ours and does not run; returns at once."""
+        """Starts the bridge's process, unless it runs or was started by hand. Returns at once."""
         if not self.address and self._prepared is None and self.client is None:
             self._started = time.monotonic()
             self._prepared = self.bridge.start(model_json, expected)
 
     def connect(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> messages.Facts:
-        """A connection with the lease; what the engine says of itself.
+        """Connects to the bridge and takes the lease. Returns the engine's facts.
 
         Raises:
-          UserError: it did not start or answer in `start_timeout_s`. BridgeError: as `sender.Client`; "lease".
+          UserError: no answer in `start_timeout_s`. BridgeError: as `sender.Client`; "lease": another trainer has it.
         """
         config = self._config
         life = self.life = Life()
@@ -177,12 +177,12 @@ class Replica:
     # ---- what it is for ----------------------------------------------------------------------------------------------
 
     def publish(self, staged: sender.Version) -> dict[str, float]:
-        """Puts a version into the engine; seconds, bytes and counts (`sender.Client.publish`)."""
+        """Publishes a version to the engine. Returns seconds, bytes and counts (`sender.Client.publish`)."""
         assert self.client is not None
         return self.client.publish(staged, readback=self._config.readback)
 
     def ask(self, call: Callable[[sender.Client], Any]) -> Any:
-        """Returns `call` of a connection that no other request uses."""
+        """Calls `call` with a connection that no other request uses, and returns its result."""
         life = self.life
 
         def is_over() -> bool:
@@ -215,14 +215,14 @@ class Replica:
     # ---- its end -----------------------------------------------------------------------------------------------------
 
     def bury(self, error: BridgeError) -> str:
-        """Ends what is left of it; says what it died of."""
+        """Closes the connections and kills the process after a fault. Returns the error and, if known, exit code."""
         self.hang_up()
         # It broke its word or fell silent: nothing to wait for, but the exit code of one that is gone.
         code = self.bridge.kill(patience_s=5.0 if error.code == "dead" else 0.0)
         return str(error) if code is None else f"{error}; exit code {code}"
 
     def hang_up(self) -> None:
-        """Ends all connections; a bridge notices that its lease is free."""
+        """Closes all connections, which frees the lease."""
         self.life.is_over = True
         while self._idle:
             with contextlib.suppress(IndexError):
@@ -232,7 +232,7 @@ class Replica:
             client.close()
 
     def close(self) -> None:
-        """Stops a bridge that was started here, and hangs up. Idempotent."""
+        """Stops a bridge that the trainer started, and closes all connections. Idempotent."""
         grace_s = 0.0
         if self.client is not None and self.bridge.is_started:
             with contextlib.suppress(BridgeError):

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a CPU: the bridge's own operations, one arithmetic for every build."""
+"""Operations that replace vLLM's on a CPU; they give equal bits on every CPU build."""

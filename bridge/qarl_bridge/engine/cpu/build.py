@@ -1,11 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a build by vLLM's CPU wheel, and a way to force another.
+"""Chooses the build (instruction set) of vLLM's CPU wheel: the CPU's best, or one that an environment variable names.
 
-The x86 wheel holds three extensions and picks one by what torch says of the CPU: `_C` (AVX-512 with bf16 instructions;
-AMX is a switch inside it), `_C_AVX512` and `_C_AVX2`. On Arm there is one. `QARL_BRIDGE_CPU_BUILD` names the build to
-run instead of the CPU's own, for a trial of what a lesser machine would do: vLLM, torch, oneDNN and MKL are then all
-kept from the instructions that machine lacks. Every build gives the same bits (`cpu/linear.py`).
+The x86 wheel holds three extensions and picks one by torch's report of the CPU: `_C` (AVX-512 with bf16 instructions;
+AMX is a switch inside it), `_C_AVX512` and `_C_AVX2`. Arm has one. `QARL_BRIDGE_CPU_BUILD` names a lesser build, to
+test a lesser machine: vLLM, torch, oneDNN and MKL then avoid instructions that it lacks. All builds give equal bits.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ BUILDS = tuple(_LIMITS)
 
 
 def asked() -> str:
-    """The build the environment names; "": the CPU's own.
+    """Returns the build that QARL_BRIDGE_CPU_BUILD names; "" if it is not set.
 
     Raises:
-      BridgeError("setup"): there is no such build.
+      BridgeError("setup"): the variable names no build.
     """
     name = os.environ.get(VARIABLE, "")
     if name and name not in BUILDS:
@@ -40,14 +39,14 @@ def asked() -> str:
 
 
 def prepare() -> None:
-    """Before torch is imported, which reads these once."""
+    """Sets the variables by which torch, oneDNN and MKL limit instructions. Call it before torch is imported."""
     if name := asked():
         vectors, onednn, mkl = _LIMITS[name]
         os.environ |= {"ATEN_CPU_CAPABILITY": vectors, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
 
 
 def own(torch: Any) -> str:
-    """The build this CPU gets by itself."""
+    """Returns the build that vLLM picks for this CPU: "arm", "amx", "avx512_bf16", "avx512" or "avx2"."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return "arm"
     if torch.cpu._is_amx_tile_supported():
@@ -64,10 +63,10 @@ def runnable(torch: Any) -> tuple[str, ...]:
 
 
 def choose(torch: Any) -> str:
-    """Before vLLM is imported: it takes the build the environment names, or the CPU's own, which is returned.
+    """Makes vLLM use the build of QARL_BRIDGE_CPU_BUILD, or the CPU's; returns its name. Call it before vLLM's import.
 
     Raises:
-      BridgeError("setup"): this CPU cannot run the one that is named.
+      BridgeError("setup"): this CPU cannot run the named build.
     """
     name = asked()
     if not name:

@@ -1,21 +1,20 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts for vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
+"""MoE experts for vLLM's CPU engine that give equal bits on every CPU build (see `cpu/linear.py`).
 
-vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only and refuses such a model elsewhere; its kernels for
-bf16 experts round differently from build to build. These methods take their place, expert by expert, with the products
-of the linear layers:
+vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only, and refuses such a model elsewhere. Its kernels
+for bf16 experts round differently from build to build. These methods compute expert by expert, with the products of the
+linear layers:
 
     h = product(x[rows of e], w13[e])            bf16: gate and up, side by side
     a = bf16(f32(silu(gate) * up))               as `cpu/layers.py`
     o = product(a, w2[e])                        bf16
     y = bf16(f32(sum over a token's experts of weight * o))      in float64
 
-which is also what the learner computes (`qarl_jax/models/moe.py`). bf16 experts, int8 ones (w8a8), int4 with bf16
-(w4a16) or int8 activations (w4a8), and nvfp4, whose sums have a factor. The tensors stay as loaded; a float64 copy
-beside them is what is multiplied with.
+The learner computes equal numbers (`qarl_jax/models/moe.py`). Formats: bf16, int8 (w8a8), int4 with bf16 (w4a16) or
+int8 activations (w4a8), and nvfp4, whose sums have a factor. The loaded tensors stay; products use a float64 copy.
 
-What we left out: speed (a loop over experts) and small memory (8 bytes per weight), expert parallelism, biases.
+It is slow (a loop over experts), and takes 8 more bytes per weight. Not supported: expert parallelism, biases.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from qarl_bridge.engine.nvfp4_experts import NvFp4Experts
 
 
 class _Float64(FusedMoEMethodBase):
-    """The part that does not depend on the format. rows: what makes codes of activations."""
+    """Base class of the CPU's MoE methods. rows: quantizes activations; None: bf16 activations."""
 
     rows: Rows | None = None
 
@@ -51,11 +50,11 @@ class _Float64(FusedMoEMethodBase):
             raise NotImplementedError("float64 experts: no biases, no expert parallelism, SwiGLU only")
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """No kernel of vLLM's reads one."""
+        """Returns None: no kernel of vLLM needs a config."""
         return None
 
     def _hold(self, layer: Any, name: str, weights: list[torch.Tensor]) -> None:
-        """Keep matrix `name` ("w13" or "w2") of every expert, as it is multiplied with."""
+        """Stores the float64 matrix `name` ("w13" or "w2") of every expert as a parameter."""
         layer.register_parameter(f"{name}_float64", torch.nn.Parameter(torch.stack(weights), requires_grad=False))
 
     def apply(
@@ -67,7 +66,7 @@ class _Float64(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
+        """Computes the MoE layer's output [M, D] of x [M, D], routed by weights and expert ids [M, k]."""
         outputs = torch.zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float64)
         for expert in torch.unique(topk_ids).tolist():
             rows, places = (topk_ids == expert).nonzero(as_tuple=True)
@@ -82,20 +81,20 @@ class _Float64(FusedMoEMethodBase):
 
 
 class Float64MoEMethod(_Float64, UnquantizedFusedMoEMethod):
-    """bf16 experts; see the module docstring."""
+    """vLLM MoE method for bf16 experts on a CPU; see the module docstring."""
 
     def __init__(self, moe: Any):
         UnquantizedFusedMoEMethod.__init__(self, moe)
         self._start(moe)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Copy the weights, at load and at every reload."""
+        """Copies the weights to float64, at every load."""
         for name in ("w13", "w2"):
             self._hold(layer, name, list(getattr(layer, f"{name}_weight").data.double()))
 
 
 class Float64Int8MoEMethod(_Float64, CompressedTensorsW8A8Int8MoEMethod):
-    """w8a8 experts; see the module docstring."""
+    """vLLM MoE method for w8a8 experts on a CPU; see the module docstring."""
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
         self._start(moe)
@@ -104,14 +103,14 @@ class Float64Int8MoEMethod(_Float64, CompressedTensorsW8A8Int8MoEMethod):
         self.rows = int8_rows
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Build the float64 weights, at load and at every reload."""
+        """Builds the float64 weights from int8 codes and scales, at every load."""
         for name in ("w13", "w2"):
             codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
             self._hold(layer, name, [channel_weight(q, s) for q, s in zip(codes, scales, strict=True)])
 
 
 class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
-    """w4a16 and w4a8 experts; see the module docstring."""
+    """vLLM MoE method for w4a16 and w4a8 experts on a CPU; see the module docstring."""
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
         self._start(moe)
@@ -122,7 +121,7 @@ class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
         self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Build the float64 weights from the packed ones, at load and at every reload."""
+        """Builds the float64 weights from packed codes and scales, at every load."""
         for name in ("w13", "w2"):
             packed = getattr(layer, f"{name}_weight_packed").data
             scales = getattr(layer, f"{name}_weight_scale").data
@@ -131,14 +130,14 @@ class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
 
 
 class Float64NvFp4MoEMethod(_Float64, NvFp4Experts):
-    """nvfp4 experts; see the module docstring."""
+    """vLLM MoE method for nvfp4 experts on a CPU; see the module docstring."""
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
         del weight_quant, input_quant
         self._start(moe)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Build the float64 weights and the outputs' factors, at load and at every reload."""
+        """Builds the float64 weights and each output's factor, at every load."""
         for name in ("w13", "w2"):
             packed, scales, factor = self.loaded(layer, name)
             self._hold(layer, name, [nvfp4_weight(p, s) for p, s in zip(packed, scales, strict=True)])
@@ -146,7 +145,7 @@ class Float64NvFp4MoEMethod(_Float64, NvFp4Experts):
 
 
 def register() -> None:
-    """Let these serve every MoE layer on a CPU (idempotent)."""
+    """Makes vLLM compute every MoE layer on a CPU by these methods (idempotent)."""
     expert_methods.serve(Float64MoEMethod, _class_of)
 
 

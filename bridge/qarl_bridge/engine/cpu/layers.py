@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Operations between the linear layers of vLLM's CPU engine, in one arithmetic for every build (`cpu/linear.py`).
+"""Norms, RoPE, attention, routers and log-probs of vLLM's CPU engine, with equal bits on every CPU build.
 
-Each operation is its formula in float64, rounded to float32 and then to the compute dtype, so that neither the order of
-a sum nor a library's exp or cos can be seen in it. bf is that last rounding.
+Each operation is computed in float64, rounded to float32 and then to the compute dtype (bf). So neither the order of a
+sum nor a library's exp or cos changes the result.
 
     RMSNorm       r = f32(1 / sqrt(mean(x^2) + eps));  y = bf((x r) w), two float32 multiplications
                   x: the residual sum in float32, which is stored rounded
@@ -13,9 +13,9 @@ a sum nor a library's exp or cos can be seen in it. bf is that last rounding.
     router        f32(softmax of the chosen logits)
     log-probs     f32(log softmax(z)), z = logits / temperature in float32
 
-Norms and SwiGLU enter through vLLM's registry of custom ops, attention through its registry of backends. The keys
-and values of a token lie side by side in vLLM's paged cache, in the cache's dtype. What we left out: sliding windows,
-sinks, ALiBi, soft caps, quantized caches, encoders; a model with one of them is refused.
+Norms and SwiGLU are registered as vLLM custom ops, attention as a vLLM backend. A token's keys and values lie side by
+side in vLLM's paged cache, in the cache's dtype. Not supported, and refused: sliding windows, sinks, ALiBi, soft caps,
+quantized caches, encoders.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ _QUERIES = 256  # of a prompt handled at once, which bounds the memory of the sc
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """x [..., D] float32 -> [..., D] in `dtype`."""
+    """Computes RMSNorm of x [..., D] float32; returns [..., D] in `dtype`."""
     r = (1 / torch.sqrt(x.double().square().mean(dim=-1, keepdim=True) + eps)).float()
     y = x * r
     return (y if weight is None else y * weight.float()).to(dtype)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2 F], gate and up side by side -> [..., F]."""
+    """Computes SwiGLU, silu(gate) up, of x [..., 2 F] with gate and up side by side; returns [..., F]."""
     gate, up = x.double().chunk(2, dim=-1)
     return (gate / (1 + torch.exp(-gate)) * up).float().to(x.dtype)
 
 
 def rope_frequencies(theta: float, width: int) -> torch.Tensor:
-    """1 / theta^(2i/H), [width / 2] float32: the power in float64, rounded once, on every build."""
+    """Computes RoPE frequencies 1 / theta^(2i/width), [width / 2] float32, with equal bits on every build."""
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     power = np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
     return torch.from_numpy(np.float32(1.0) / power)
 
 
 def rope_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
-    """cos and sin of every position, [positions, 2 * frequencies] float32."""
+    """Computes the RoPE table, cos and sin of every position: [positions, 2 * frequencies] float32."""
     angle = np.arange(positions, dtype=np.float64)[:, None] * frequencies.numpy().astype(np.float64)
     return torch.from_numpy(np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32))
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """x [T, N, H], its positions' rows of the table [T, H] -> [T, N, H]."""
+    """Applies RoPE to x [T, N, H] with the positions' rows of the table, [T, H]; returns [T, N, H]."""
     cos, sin = table.double().unsqueeze(1).chunk(2, dim=-1)
     first, second = x.double().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).float().to(x.dtype)
@@ -79,9 +79,9 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """q [B, T, N, H], k and v [B, K, S, H], seen bool [B, T, S] -> [B, T, N, H] in `dtype`.
+    """Computes attention of q [B, T, N, H] over k and v [B, K, S, H]; returns [B, T, N, H] in `dtype`.
 
-    What is not seen may be anything, NaN too.
+    seen: mask, bool [B, T, S]. Masked keys and values may be NaN.
     """
     B, T, N, H = q.shape
     K = k.shape[1]
@@ -93,7 +93,7 @@ def attend(
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """[..., V] float32 -> [..., V] float32; the sum leaves out the 1 of the largest (`sampling._normalizer`)."""
+    """Computes log-probs [..., V] float32 of logits in float64; log1p keeps digits near 0 (`sampling._normalizer`)."""
     z = logits.double()
     z = z - z.amax(dim=-1, keepdim=True)
     largest = z == 0
@@ -102,10 +102,10 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Float64RMSNorm(RMSNorm):
-    """See the module docstring."""
+    """vLLM's RMSNorm layer, computed by `rms_norm`."""
 
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """The norm of x, or of their sum, and that sum."""
+        """Returns the norm of x, or, with a residual, the norm of x + residual and the sum."""
         assert self.variance_size_override is None
         weight = self.weight if self.has_weight else None
         if residual is None:
@@ -117,10 +117,10 @@ class Float64RMSNorm(RMSNorm):
 
 
 class Float64SiluAndMul(SiluAndMul):
-    """See the module docstring."""
+    """vLLM's SwiGLU layer, computed by `silu_and_mul`."""
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., 2 F] -> [..., F]."""
+        """Computes SwiGLU of x [..., 2 F]; returns [..., F]."""
         return silu_and_mul(x)
 
     forward_native = forward_cpu  # type: ignore[assignment]
@@ -129,7 +129,7 @@ class Float64SiluAndMul(SiluAndMul):
 def _rotary(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> Any:
-    """query and key [T, heads * H], rotated; in place of `RotaryEmbedding.forward_cpu`, its subclasses' too."""
+    """Applies RoPE to query and key [T, heads * H]; replaces `RotaryEmbedding.forward_cpu`, also in subclasses."""
     if not hasattr(self, "float_table") or not self.is_neox_style or self.rotary_dim != self.head_size:
         raise NotImplementedError(f"float64 RoPE: whole heads rotated by halves, not {type(self).__name__}")
     table = self.float_table[positions.flatten()]
@@ -141,8 +141,8 @@ def _rotary(
 
 
 def _cos_sin_cache(self: Any) -> torch.Tensor:
-    """Called when a layer is made; vLLM rounds what is returned, for its own operation. Subclasses that have a table of
-    their own do not come here."""
+    """Computes and keeps the float32 RoPE table when vLLM makes a layer. vLLM rounds the returned table for its kernel.
+    Subclasses with another table do not call it."""
     self.float_table = rope_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
     return self.float_table
 
@@ -152,8 +152,8 @@ def _inverse_frequencies(self: RotaryEmbedding, base: float) -> torch.Tensor:
 
 
 def llama3_frequencies(self: Any, base: float) -> torch.Tensor:
-    """Llama 3.1's, as vLLM's class of that name says, in numpy's float32: torch divides a scalar by way of a
-    reciprocal."""
+    """Computes Llama 3.1's scaled RoPE frequencies by vLLM's formula, in numpy's float32: torch would divide a scalar
+    through a reciprocal, which rounds differently."""
     frequency = rope_frequencies(base, self.rotary_dim).numpy()
     length, low, high = self.orig_max_position, self.low_freq_factor, self.high_freq_factor
     wavelength = (2 * math.pi) / frequency
@@ -164,7 +164,7 @@ def llama3_frequencies(self: Any, base: float) -> torch.Tensor:
 
 
 class Float64AttentionImpl(CPUAttentionBackendImpl):
-    """See the module docstring."""
+    """vLLM's CPU attention layer, computed by `attend`; NotImplementedError for unsupported kinds of attention."""
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
@@ -173,7 +173,7 @@ class Float64AttentionImpl(CPUAttentionBackendImpl):
             raise NotImplementedError("float64 attention: causal, whole sequences, no soft cap, no sinks, no ALiBi")
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        """Keys and values [T, K, H] into their slots of the cache [blocks, K, block size, 2 H]."""
+        """Writes keys and values [T, K, H] into their slots of the cache [blocks, K, block size, 2 H]."""
         slots = slot_mapping[slot_mapping >= 0].long()
         both = torch.cat([key, value], dim=-1)[slot_mapping >= 0]
         kv_cache[slots // kv_cache.shape[2], :, slots % kv_cache.shape[2]] = both
@@ -190,7 +190,7 @@ class Float64AttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, N, H] of several sequences -> output, in place; keys and values are in the cache already."""
+        """Computes attention of queries [T, N, H] of several sequences over cached keys and values, into `output`."""
         if attn_metadata is None:  # vLLM warms up
             return output
         starts, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
@@ -221,16 +221,16 @@ class Float64AttentionImpl(CPUAttentionBackendImpl):
 
 
 class Float64AttentionBackend(CPUAttentionBackend):
-    """vLLM's own metadata and cache, with the arithmetic above."""
+    """vLLM's CPU attention backend (metadata and cache) with `Float64AttentionImpl` as its layer."""
 
     @staticmethod
     def get_impl_cls() -> type[Float64AttentionImpl]:
-        """Returns the class of the attention layer."""
+        """Returns `Float64AttentionImpl`."""
         return Float64AttentionImpl
 
 
 def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] -> weights [T, k] float32, experts [T, k] int32; in place of vLLM's function of that name."""
+    """Chooses experts by logits [T, E]: weights float32 [T, k], experts int32 [T, k]; replaces vLLM's function."""
     chosen, experts = torch.topk(router_logits, k=top_k, dim=-1)
     among = chosen if renormalize else router_logits
     weights = torch.exp(chosen.double() - torch.logsumexp(among.double(), dim=-1, keepdim=True))
@@ -238,30 +238,29 @@ def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) ->
 
 
 class Rewound(torch.Generator):
-    """A CPU generator whose last draw can be taken back.
+    """A CPU random generator whose last draw can be undone.
 
-    In a step that ends within a request's prompt vLLM draws a token all the same, and then takes it back by the
-    generator's offset, which CPU generators do not have: vLLM 0.32 dies of it. Taking it back keeps a request's draws
-    the same whether or not its prompt was cut into chunks.
+    In a step that ends within a request's prompt vLLM draws a token and undoes the draw by the generator's offset. CPU
+    generators have no offset, so vLLM 0.32 fails. With the undo, chunked prefill does not change a request's draws.
     """
 
     @classmethod
     def of(cls, generator: torch.Generator) -> Rewound:
-        """One that goes on as `generator` would."""
+        """Makes a `Rewound` generator with the state of `generator`."""
         own = cls()
         own.set_state(generator.get_state())
         return own
 
     def mark(self) -> None:
-        """A draw follows."""
+        """Saves the state before a draw, so that `set_offset(0)` can restore it."""
         self._before = self.get_state()
 
     def get_offset(self) -> int:
-        """Returns the offset after the last draw; the offset before it is four less, by vLLM's count."""
+        """Returns 4, from which vLLM subtracts 4 to undo a draw."""
         return 4
 
     def set_offset(self, offset: int) -> None:
-        """Back to the state before the last draw."""
+        """Restores the state before the last draw; `offset` must be 0."""
         assert offset == 0, offset
         self.set_state(self._before)
 
@@ -277,7 +276,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Before an engine starts: its layers are these (idempotent)."""
+    """Registers these operations in vLLM in place of its own (idempotent). Call it before an engine starts."""
     for name, op in (
         ("RMSNorm", Float64RMSNorm),
         ("SiluAndMul", Float64SiluAndMul),

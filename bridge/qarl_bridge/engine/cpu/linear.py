@@ -1,30 +1,28 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of our own for vLLM's CPU engine: one arithmetic for every build, x86 or Arm.
+"""Linear layers for vLLM's CPU engine that give equal bits on every CPU build, x86 or Arm.
 
-vLLM's CPU wheel holds several builds, and each multiplies, rounds and adds in its own way: with AMX tiles, with oneDNN,
-with kernels that drop the low bits instead of rounding. None of that is mirrored. Every layer is replaced by what is
-written here, in torch's generic operations, and the learner computes the same (profile `cpu` of
-`docs/concepts/engines.md`):
+vLLM's CPU wheel holds several builds that multiply, round and add differently: with AMX tiles, with oneDNN, with
+kernels that truncate instead of rounding. Here torch's generic operations replace every linear layer, and the learner
+computes equal numbers (profile `cpu` of `docs/concepts/engines.md`). bf rounds to bfloat16, f32 to float32:
 
     S(x, w) = f32(sum_k x_k w_k)                   the sum in float64, in any order, rounded to float32 once
     bf16, w4a16   y = bf(S(x, w) + b)              w as held, or bf(q s)
     w8a8, w4a8    y = bf(f32(s_x sum x_q w) + b)   w = q s, exact; am = max(max|x|, 1e-7), s_x = am / 127,
                                                    x_q = RNE(x * (127 / am)), each one float32 operation
-    fp8           the same with s_x = max(max|x| / 448, 1 / (448 * 512)) and x_q = e4m3(x * (1 / s_x))
+    fp8           as w8a8, with s_x = max(max|x| / 448, 1 / (448 * 512)) and x_q = e4m3(x * (1 / s_x))
     nvfp4         y = bf(bf(S(x, q s) f) + b)      q s exact, s below 2^-6 taken for 0; f = f32(1 / g)
-    w2a16_asym, and its like   y = bf(S(x, w) + b)   w = bf((q - z) s t), made anew from the published arrays at each
-                                                   product, a few outputs at a time: they alone are held
+    w*a16_asym    y = bf(S(x, w) + b)              w = bf((q - z) s t), decoded at each product from the published
+                                                   arrays, a few outputs at a time
     head, router  S(x, w), left in float32
 
-Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64, and a sum of thousands of
-them is off by 1e-13 of its size, whatever the order. Rounded to float32 it therefore is the same number in any library
-unless it falls that close to the middle between two floats, about once in 10^6, and then one bfloat16 output in 65,000
-differs. So either side may use its library's product, and the number of rows, threads, blocks or the vector width
-change nothing.
+Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64. A sum of thousands of
+products has a relative error of 1e-13 in any order. Rounded to float32 it is equal in any library, unless it lies that
+close to the middle between two floats, about once in 10^6. Of such sums one in 65,000 changes a bfloat16 output. So
+learner and engine may use different libraries, and rows, threads, blocks or vector widths change nothing.
 
-The price is memory, eight bytes per weight beside the loaded one (but for weights with zero points), and about half of
-float32's speed. What we left out: static activation scales.
+The cost is memory, eight bytes per weight in addition to the loaded one (except weights with zero points), and about
+half of float32's speed. Not supported: static activation scales.
 """
 
 from __future__ import annotations
@@ -62,15 +60,15 @@ def product(
     wide: bool = False,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One layer, as in the module docstring.
+    """Computes a linear layer's output with float64 sums; see the module docstring.
 
     Args:
       x: [..., K] in the compute dtype.
       weight: [N, K] float64.
       bias: [N] or None.
-      rows: makes codes and scales of x; None: x is multiplied as it is.
-      wide: the result stays float32.
-      factor: float32 [N], multiplies the sum, which is rounded before the bias; None: there is none.
+      rows: quantizes x to codes and scales; None: x is not quantized.
+      wide: return float32.
+      factor: float32 [N], multiplies the sum, which is then rounded before the bias is added; None: no factor.
 
     Returns:
       [..., N] in x.dtype, or float32.
@@ -88,7 +86,7 @@ def product(
 
 
 def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., K] -> int8 codes as float32 [..., K], and float32 scales [..., 1]."""
+    """Quantizes each row of x [..., K] to int8: returns codes as float32 [..., K], and float32 scales [..., 1]."""
     rows = x.float()
     amax = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-7)
     top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
@@ -96,7 +94,7 @@ def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., K] -> e4m3 codes as float32 [..., K], and float32 scales [..., 1]."""
+    """Quantizes each row of x [..., K] to e4m3: returns codes as float32 [..., K], and float32 scales [..., 1]."""
     rows = x.float()
     amax = rows.abs().amax(dim=-1, keepdim=True)
     scale = (amax / torch.full_like(amax, 448)).clamp_min(1 / (448 * 512))
@@ -104,14 +102,14 @@ def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unpack_uint4b8(packed: torch.Tensor) -> torch.Tensor:
-    """[N, K/8] int32 -> [N, K] int32 codes in [-8, 7]; nibble i of word j is element 8j+i, stored +8."""
+    """Unpacks int32 words [N, K/8] to int32 codes [N, K] in [-8, 7]; nibble i of word j is element 8j+i, plus 8."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     nibbles = (packed.unsqueeze(-1) >> shifts) & 0xF  # arithmetic shift: the mask drops the sign's copies
     return nibbles.reshape(packed.shape[0], -1) - 8
 
 
 def int4_weight(packed: torch.Tensor, scale: torch.Tensor, int8_activations: bool) -> torch.Tensor:
-    """[N, K/8] int32, [N, K/G] -> [N, K] float64: bf(q s), or for w4a8 q s, which float32 holds exactly."""
+    """Dequantizes int4 words [N, K/8] with scales [N, K/G] to float64 [N, K]: bf(q s), or for w4a8 the exact q s."""
     codes = unpack_uint4b8(packed).float()
     groups = scale.float()
     weight = codes * groups.repeat_interleave(codes.shape[1] // groups.shape[1], dim=1)
@@ -119,12 +117,12 @@ def int4_weight(packed: torch.Tensor, scale: torch.Tensor, int8_activations: boo
 
 
 def channel_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8 or e4m3 codes [N, K], N float32 scales -> q s [N, K] float64, exact."""
+    """Dequantizes int8 or e4m3 codes [N, K] with N float32 scales to the exact q s, float64 [N, K]."""
     return codes.float().double() * scale.double().view(-1, 1)
 
 
 def nvfp4_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[N, K/2] uint8, [N, K/16] e4m3 -> q s [N, K] float64, exact, without the scales that Marlin flushes."""
+    """Dequantizes nvfp4 codes uint8 [N, K/2] with e4m3 scales [N, K/16], those below 2^-6 as 0, to float64 [N, K]."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
     groups = scale.double()
@@ -141,16 +139,16 @@ def _hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
 
 
 class Float64WNA16LinearKernel(MPLinearKernel):
-    """w4a16 and w4a8; see the module docstring."""
+    """vLLM linear kernel for w4a16 and w4a8 on a CPU; see the module docstring."""
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """CPU: no capability."""
+        """Returns -1: a CPU needs no CUDA capability."""
         return -1
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Symmetric int4, any group that divides K."""
+        """Accepts symmetric int4 on a CPU, with any group size that divides K."""
         if not current_platform.is_cpu():
             return False, "Float64WNA16 is for CPUs"
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
@@ -160,18 +158,18 @@ class Float64WNA16LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Build the float64 weight from the packed parameters (at load and at every reload)."""
+        """Builds the float64 weight from the packed parameters, at every load."""
         packed, scale, _ = self._get_weight_params(layer)
         self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
         _hold(layer, int4_weight(packed.data, scale.data, bool(envs.VLLM_CPU_INT4_W4A8)))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N] in x.dtype."""
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
         return product(x, getattr(layer, _WEIGHT), bias, self.rows)
 
 
 class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
-    """w8a8; see the module docstring."""
+    """vLLM linear kernel for w8a8 on a CPU; see the module docstring."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -180,23 +178,23 @@ class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        """Channel weights with dynamic symmetric activations."""
+        """Accepts weights with channel scales and symmetric activations quantized per token."""
         if c.is_static_input_scheme or not c.input_symmetric or not c.is_channelwise:
             return False, "Float64Int8 supports channel weights with dynamic symmetric activations only"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Build the float64 weight, at load and at every reload."""
+        """Builds the float64 weight from int8 codes and scales, at every load."""
         codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
         _hold(layer, channel_weight(codes, scale))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N] in x.dtype."""
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
         return product(x, getattr(layer, _WEIGHT), bias, int8_rows)
 
 
 class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
-    """fp8; see the module docstring."""
+    """vLLM linear kernel for fp8 on a CPU; see the module docstring."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -205,48 +203,48 @@ class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        """Channel weights with dynamic activations per token."""
+        """Accepts weights with channel scales and activations quantized per token."""
         weight, activation = c.weight_quant_key.scale.group_shape, c.activation_quant_key.scale
         if activation.static or not activation.group_shape.is_per_token() or not weight.is_per_channel():
             return False, "Float64FP8 supports channel weights with dynamic activations per token only"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Build the float64 weight, at load and at every reload; vLLM has transposed the codes by now."""
+        """Builds the float64 weight from e4m3 codes, which vLLM has transposed, and scales, at every load."""
         codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
         _hold(layer, channel_weight(codes.t(), scale))
 
     def apply_weights(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N] in x.dtype."""
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
         return product(x, getattr(layer, _WEIGHT), bias, fp8_rows)
 
     def apply_scaled_mm(self, **named: Any) -> torch.Tensor:
-        """Not used: `apply_weights` is the whole layer."""
+        """Raises NotImplementedError: `apply_weights` computes the whole layer."""
         raise NotImplementedError
 
 
 class Float64NvFp4LinearKernel(nvfp4_layers.NvFp4Layer):
-    """nvfp4; see the module docstring."""
+    """vLLM linear kernel for nvfp4 on a CPU; see the module docstring."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On every CPU."""
+        """Accepts every CPU, and no other platform."""
         return current_platform.is_cpu(), "Float64NvFp4 is for CPUs"
 
     def held(self, packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float64 weight; scales as they were loaded."""
+        """Returns the float64 weight [N, K], and the scales unchanged."""
         return nvfp4_weight(packed, scale), scale
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N] in x.dtype."""
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
         return product(x, layer.weight, bias, factor=layer.weight_global_scale)
 
 
 class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
-    """w2a16_asym, w3a16_asym, w4a16_asym, w8a16_asym and slices of that; see the module docstring."""
+    """vLLM layer for w2a16_asym, w3a16_asym, w4a16_asym, w8a16_asym and their bit slices on a CPU."""
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N] in x.dtype."""
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
         outputs, wide = sum(layer.logical_widths), self.inputs(layer, x).double()
         step = max(1, _DECODED // wide.shape[-1])
         blocks = (slice(first, first + step) for first in range(0, outputs, step))
@@ -256,7 +254,7 @@ class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
         return y.to(x.dtype)
 
     def weight(self, layer: torch.nn.Module, outputs: slice) -> torch.Tensor:
-        """bf((q - z) s t) of some outputs, [n, K] bfloat16."""
+        """Decodes the weight of some outputs, bf((q - z) s t), to bfloat16 [n, K]."""
         codes: Any = 0
         for name, width in zip(self.codes, formats.LANES[self.bits], strict=True):
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
@@ -270,7 +268,7 @@ class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
 
 
 class Float64Linear:
-    """vLLM's `cpu_linear` of one unquantized layer. It converts the weight when first called: make one per load."""
+    """Computes one unquantized layer, as vLLM's `cpu_linear`. It caches the float64 weight at its first call."""
 
     def __init__(self, layer: torch.nn.Module):
         # Heads and routers: what they return is a distribution's logits, which are not rounded.
@@ -278,20 +276,20 @@ class Float64Linear:
         self._held: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[..., K], [N, K] -> [..., N]."""
+        """Computes outputs [..., N] of inputs x [..., K]; `weight` [N, K] is read at the first call only."""
         if self._held is None:
             self._held = weight.detach().double()
         return product(x, self._held, bias, wide=self.wide)
 
 
 def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Replaces vLLM's choice of a product for an unquantized layer, which would pack the weight for its build."""
+    """Sets the matrix product of an unquantized layer; replaces vLLM's function, which would pack the weight."""
     del remove_weight  # kept: the product is made from it anew after every load
     layer.cpu_linear = torch.nn.functional.linear if layer.weight.ndim != 2 else Float64Linear(layer)
 
 
 def register() -> None:
-    """Put these first among the CPU's candidates (idempotent)."""
+    """Makes vLLM choose these kernels for linear layers on a CPU (idempotent)."""
     for table, kernel in (
         (registry._POSSIBLE_KERNELS, Float64WNA16LinearKernel),
         (registry._POSSIBLE_INT8_KERNELS, Float64Int8LinearKernel),

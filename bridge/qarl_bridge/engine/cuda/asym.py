@@ -1,10 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layer for weights with zero points on CUDA, batch-invariant: y = bf16(x . w + b), split along K.
+"""Batch-invariant linear layers with zero points for vLLM on CUDA: y = bf16(x . w + b), split along K.
 
-w = bf16((q - z) s t). Words and levels (`asym_ops.Words`) take the place of what was loaded, so the engine holds a
-layer once, in its real size. Rows are multiplied as for w4a16 (cuda/int4.py): many of them with w decoded into the room
-that all layers share.
+w = bf16((q - z) s t). Interleaved codes and scales (`asym_ops.Words`) replace the loaded tensors, so the engine holds a
+layer once, at its packed size. For many rows, w is first decoded into a buffer that all layers share (cuda/int4.py).
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _GROUPS = (16, 32, 64)  # or whole blocks of 128 inputs
 
 
 class BatchInvariantAsymmetricLinear(AsymmetricLayer):
-    """See the module docstring."""
+    """vLLM layer for weights with zero points on Hopper GPUs; see the module docstring."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Published arrays -> words, levels and t of each output; at load and at every reload.
+        """Converts published arrays to the kernel's layout (`asym_ops.Words`), at every load.
 
         Raises:
-          BridgeError("setup"): a GPU, a width or a group that the product does not serve.
+          BridgeError("setup"): the kernel does not support this GPU, shape or group size.
         """
         super().process_weights_after_loading(layer)
         scales, zeros = layer.weight_scale.data, getattr(layer, self.zeros).data
@@ -54,13 +53,13 @@ class BatchInvariantAsymmetricLinear(AsymmetricLayer):
         int4.make_room(n * k, scales.device)
 
     def words(self, layer: torch.nn.Module) -> asym_ops.Words:
-        """The weight as it is multiplied."""
+        """Returns the layer's weight in the kernel's layout."""
         codes = [getattr(layer, name) for name in self.codes] + [None]
         levels, steps = layer.weight_scale, layer.weight_tensor_scale
         return asym_ops.Words(codes[0], codes[1], levels, steps, self.bits, self.group_size, self.middle)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
+        """Computes the layer's output [..., N] of inputs x [..., K]."""
         x, weight = self.inputs(layer, x), self.words(layer)
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) <= int4.PACKED_ROWS:

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights with zero points as CUDA multiplies them: words, and how a thread makes bf16((q - z) s t) of them.
+"""CUDA layout of weights with zero points, and Triton code that decodes it to bf16((q - z) s t).
 
-Tensor cores multiply 16 inputs at a time. A thread has the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
-of them, t being its place among four. Of 128 inputs, input 16 i + 8 f + 2 t + e is therefore found in words of thread
-t, which follow each other; e is the upper half of a word. Codes of eight bits are four to a word, of two bits 16:
+Tensor cores multiply 16 inputs at a time. Of these a thread has inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, where t is
+its place among four threads. So input 16 i + 8 f + 2 t + e of 128 lies in the adjacent words of thread t; e = 1 is the
+upper half of a word. A word holds four codes of eight bits, or 16 of two bits:
 
     width   words of a thread [f, h]   a code's i      its bit in a half
     8       2 x 4                      2 h + i'        8 i'
@@ -12,12 +12,12 @@ t, which follow each other; e is the upper half of a word. Codes of eight bits a
     2       2 x 1                      i'              2 i'
     1       1                          i'              i' + 8 f
 
-Three bits are words of two, and of one. Two weights are decoded at once: the bits of a code are put into the mantissa
-of a bfloat16 whose exponent makes them count in steps of eight bits, and the power of two in front is taken away. q - z
-is an integer of eight bits, exact in bfloat16, and its product with s t is rounded once. Codes of two bits lie at three
-places of a mantissa: two shifts serve the eight pairs of a word.
+A three-bit code is split into words of its upper two bits and of its lowest bit. Weights are decoded in pairs: the bits
+of a code become mantissa bits of a bfloat16 whose exponent scales them to eight bits, code 2^(8 - bits); then the power
+of two of the implicit leading bit is subtracted. q - z is an integer of eight bits, exact in bfloat16, and its product
+with s t is rounded once. Two-bit codes lie at three places of a mantissa, so two shifts serve a word's eight pairs.
 
-Scales and zero points of the P groups in 128 inputs lie side by side, s first: 16, 32, 64 or 128 bits of an output.
+Scales and zero points of the P groups in 128 inputs lie side by side, s first: 16, 32, 64 or 128 bits for each output.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _STEP = tl.constexpr(split_k.STEP)
 
 
 def _bf16x2(power: int) -> str:
-    """2^power, twice, as PTX."""
+    """Formats the bfloat16 2^power, in both halves of a register, as a PTX constant."""
     return f"0x{(127 + power) << 7:04x}{(127 + power) << 7:04x}"
 
 
 def _less(power: int, register: str = "p") -> list[str]:
-    """Takes 2^power away."""
+    """Writes PTX that subtracts 2^power from both halves of a register."""
     return [f"mov.b32 k, {_bf16x2(power)};", f"sub.rn.bf16x2 {register}, {register}, k;"]
 
 
 def _bytes(register: str) -> list[str]:
-    """Leaves the lower bytes of the halves of a register as bfloat16, exact."""
+    """Writes PTX that converts the lower byte of each half of a register to bfloat16, exactly."""
     return [
         f"and.b32 c, {register}, 0x00800080;",
         f"lop3.b32 {register}, {register}, 0x007f007f, {_bf16x2(7)}, 0xea;",
@@ -57,7 +57,7 @@ def _bytes(register: str) -> list[str]:
 
 
 def _pair(i: int, bits: int) -> list[str]:
-    """Leaves the codes of pair i of a word in p, in steps of eight bits."""
+    """Writes PTX that puts the two codes of pair i of a word into p, scaled to eight bits."""
     if bits == 8:
         return [f"shr.u32 p, w, {8 * i};", *_bytes("p")]
     width, places = (4, 1) if bits == 4 else (2, 3)
@@ -74,13 +74,13 @@ def _pair(i: int, bits: int) -> list[str]:
 
 
 def _program(lines: list[str], outputs: int, words: int, halves: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """PTX, and the kinds of its operands: outputs of 16 bits, words, halves."""
+    """Returns a PTX program, and its operand constraints: 16-bit outputs, 32-bit words, 16-bit halves."""
     text = "{\n.reg .b32 w, v, c, l, k, p, s, z;\n" + "\n".join(lines) + "\n}"
     return tl.constexpr(text), tl.constexpr(",".join(["=h"] * outputs + ["r"] * words + ["h"] * halves))
 
 
 def _decoder(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Decodes a word, the word of its lowest bits, and s t and z of each i -> weights (i, e)."""
+    """Makes the PTX program that decodes a word (with the word of lowest bits, s t and z) to its weights."""
     pairs = {8: 2, 4: 4}.get(bits, 8)
     first = 2 * pairs
     lines = [f"mov.b32 w, ${first};", f"mov.b32 v, ${first + 1};"]
@@ -92,9 +92,9 @@ def _decoder(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
 
 
 def _levels() -> tuple[tl.constexpr, tl.constexpr]:
-    """Four e4m3 scales, four zero points, t and the middle -> four s t and four z less the middle, bfloat16.
+    """Makes the PTX program that turns four e4m3 scales s, four zero points z, t and middle into s t and z - middle.
 
-    A scale's bits are put where a bfloat16 has the end of its exponent and the start of its mantissa: s 2^-120."""
+    A scale's bits become the last exponent bits and the first mantissa bits of a bfloat16, which is s 2^-120."""
     lines = ["mov.b32 s, {$10, $10};", "mov.b32 z, {$11, $11};"]
     for odd in (0, 1):
         lines += [f"{('shl', 'shr')[odd]}.b32 p, $8, 4;".replace("shr.b32", "shr.u32"), "and.b32 p, p, 0x0ff00ff0;"]
@@ -145,7 +145,7 @@ def _decoded_few(words, low, s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4,
 
 @triton.jit
 def _levels_by_input(levels, t, MIDDLE: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
-    """s t and z of each 16 inputs, eight [ROWS] each."""
+    """Computes s t and z for each 16 of 128 inputs: eight tensors [ROWS] of each."""
     middle = tl.full((ROWS,), MIDDLE, tl.bfloat16)
     if P == 1:
         both = levels.reshape(ROWS).to(tl.int32)
@@ -170,13 +170,13 @@ def _levels_by_input(levels, t, MIDDLE: tl.constexpr, P: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _of_words(s, ROWS: tl.constexpr, H: tl.constexpr):
-    """[ROWS, H] of each h, or [ROWS], -> [ROWS, 8 H], of words."""
+    """Expands [ROWS, H], a value for each h, or [ROWS], to the words of a row: [ROWS, 8 H]."""
     return s.reshape(ROWS, 1, H).broadcast_to(ROWS, 8, H).reshape(ROWS, 8 * H)
 
 
 @triton.jit
 def _joined(a, b, c, d, e, f, g, h):
-    """Eight, by i -> [.., 2, 2, 2], the upper bit first."""
+    """Joins eight tensors, by i, along new dimensions [.., 2, 2, 2] of i's bits, the upper bit first."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.join(even, odd)
@@ -184,9 +184,9 @@ def _joined(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def weights(words, low, levels, t, BITS: tl.constexpr, P: tl.constexpr, MIDDLE: tl.constexpr, ROWS: tl.constexpr):
-    """bf16((q - z) s t) [ROWS, 128] of words, each row of another output or other 128 inputs.
+    """Decodes words to bf16((q - z) s t), [ROWS, 128]; a row is 128 inputs of one output.
 
-    words, low: int32 [ROWS, 4 width]; low [ROWS, 4] where there are three bits. levels: int32 [ROWS, P / 2], or int16
+    words: int32 [ROWS, 4 width]. low: int32 [ROWS, 4], for three bits only. levels: int32 [ROWS, P / 2], or int16
     [ROWS, 1]. t: bfloat16 [ROWS]."""
     s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4, z5, z6, z7 = _levels_by_input(levels, t, MIDDLE, P, ROWS)
     if BITS == 8:
@@ -231,7 +231,7 @@ def weights(words, low, levels, t, BITS: tl.constexpr, P: tl.constexpr, MIDDLE: 
 @triton.jit
 def loaded(w, low, s, t, block, output, BITS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr,
            BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """`weights` [BN, BK] of descriptors (`Words.descriptors`) and t [BN], from 128 inputs `block` on."""
+    """Loads and decodes a tile of weights [BN, BK] by `Words.descriptors` and t [BN], from input 128 `block` on."""
     U: tl.constexpr = BK // _STEP
     P: tl.constexpr = max(1, _STEP // GROUP)
     C: tl.constexpr = max(1, P // 2)
@@ -257,16 +257,16 @@ def _decode(w, low, s, t_ptr, y_ptr, N, K, BITS: tl.constexpr, GROUP: tl.constex
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """A weight [N, K] with zero points, as it is multiplied.
+    """A weight [N, K] with zero points, in the layout that the CUDA kernel multiplies.
 
     Attributes:
-      codes: int32 [K/128, N, 4 width]; of three bits, the upper two.
-      low: int32 [K/128, N, 4], the lowest bits of three; None: other widths.
-      levels: scales and zero points (`levels_of`).
-      steps: t of each output, bfloat16 [N].
-      bits: of a code.
+      codes: int32 [K/128, N, 4 width]; for three bits, the upper two bits of the codes.
+      low: int32 [K/128, N, 4], the lowest bit of three-bit codes; None: other widths.
+      levels: scales s and zero points z (`levels_of`).
+      steps: scale t of each output, bfloat16 [N].
+      bits: bits of a code.
       group: inputs per scale: 16, 32, 64, or a multiple of 128.
-      middle: what a code stands for above its first step, in steps of eight bits.
+      middle: number added to a code that is scaled to eight bits; 0, or half of its interval.
     """
 
     codes: torch.Tensor
@@ -279,16 +279,16 @@ class Words:
 
     @property
     def outputs(self) -> int:
-        """N."""
+        """The number of outputs, N."""
         return self.codes.shape[1]
 
     @property
     def inputs(self) -> int:
-        """K."""
+        """The number of inputs, K."""
         return self.codes.shape[0] * split_k.STEP
 
     def descriptors(self, bn: int, bk: int) -> tuple[Any, Any, Any]:
-        """Codes, low and levels of tiles of bn outputs and bk inputs."""
+        """Makes the tensor descriptors of codes, low and levels for tiles of bn outputs and bk inputs."""
         blocks, c = bk // split_k.STEP, self.levels.shape[1]
         words, low = (
             None if part is None else TensorDescriptor.from_tensor(part, [blocks, bn, part.shape[2]])
@@ -297,7 +297,7 @@ class Words:
         return words, low, TensorDescriptor.from_tensor(self.levels.view(-1, self.outputs), [blocks * c, bn])
 
     def decoded(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """bf16((q - z) s t), [N, K] (out, where it is given)."""
+        """Decodes the whole weight to bf16((q - z) s t), [N, K], into `out` if given."""
         n, k, bn = self.outputs, self.inputs, 64
         y = torch.empty((n, k), dtype=torch.bfloat16, device=self.codes.device) if out is None else out
         _decode[(triton.cdiv(n, bn), k // split_k.STEP)](
@@ -319,14 +319,14 @@ _TILES = {
 
 
 def tile_of(m: int, k: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
-    """(rows, outputs, inputs, warps, stages); two blocks of inputs at a time where every part has whole pairs."""
+    """Chooses (rows, outputs, inputs, warps, stages); 256 inputs at a time if all parts are multiples of 256."""
     rows, outputs, inputs, warps, stages = _TILES[max(min(_TILES), min(max(_TILES), triton.next_power_of_2(m)))]
     pairs = all((end - first) % 256 == 0 for first, end in split_k.cuts(k, splits))
     return rows, outputs, inputs if pairs and bits != 8 else split_k.STEP, warps, stages
 
 
 def interleaved(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """uint8 [N, K width/8] as published, the first code lowest -> int32 [K/128, N, 4 width] (module docstring)."""
+    """Interleaves published codes uint8 [N, K width/8], first code lowest, to int32 [K/128, N, 4 width]."""
     n = packed.shape[0]
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts) & (2**width - 1)
@@ -342,7 +342,8 @@ def interleaved(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def levels_of(scales: torch.Tensor, zeros: torch.Tensor, inputs: int) -> torch.Tensor:
-    """e4m3 and uint8 [N, K/G] -> int32 [K/128, P / 2, N], or int16 [K/128, 1, N] where 128 inputs share one."""
+    """Packs e4m3 scales and uint8 zero points, both [N, K/G], to the kernel's layout. It returns int32
+    [K/128, P / 2, N], or int16 [K/128, 1, N] where 128 inputs share a scale."""
     n, groups = scales.shape
     blocks, group = inputs // split_k.STEP, inputs // groups
     both = torch.stack([scales.view(torch.uint8), zeros], dim=1)  # row, kind, group

@@ -1,10 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on CUDA whose result for a token does not depend on the other tokens of a step.
+"""Batch-invariant routers and MoE experts for a CUDA engine, as Triton kernels.
 
 vLLM's experts add with atomics (int4), choose tiles by the number of rows, and round a weighted output before they sum;
-its routers are products of cuBLAS. These operations take their place, and the learner computes the same
-(`qarl_jax/models/moe.py`):
+its routers use cuBLAS. These kernels replace them, and the learner computes equal numbers (`qarl_jax/models/moe.py`):
 
     router    z = float32(sum_k x_k w_k) in float64; the k largest, of equal ones the first; their weights
               float32(exp(z - log(sum(exp(z))))) in float64, the sum over the chosen or over all
@@ -14,11 +13,11 @@ its routers are products of cuBLAS. These operations take their place, and the l
               a = silu(gate) up, as in dense layers; o = bf16(acc) of `down`, likewise
               y = bf16(float32(sum over a token's experts of weight * o)) in float64
 
-The products are grouped: copies of tokens are sorted by expert (`moe_align_block_size`, vLLM's), and a program
-multiplies a tile of copies of one expert. Enough experts are asked for in a decoding step to fill the GPU, so inputs
-are not cut into parts.
+The products are grouped: each token has one copy for each of its k experts. Copies are sorted by expert (vLLM's
+`moe_align_block_size`), and a Triton program multiplies a tile of copies of one expert. A decoding step uses enough
+experts to fill the GPU, so there is no split-K.
 
-What is left out: expert parallelism, biases, activations other than SwiGLU.
+Not supported: expert parallelism, biases, activations other than SwiGLU.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ Held = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 def _grouped(x_ptr, w, s, s_x_ptr, f_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPIES, N, K,
              TOP: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, FACTOR: tl.constexpr, GROUP: tl.constexpr,
              AS: tl.constexpr, SUM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """One tile [BM copies, BN outputs]; a copy's input is row copy // TOP of x [*, K], its output row copy of y.
+    """Computes one tile [BM copies, BN outputs]; copy c reads row c // TOP of x [*, K] and writes row c of y.
 
-    w is a descriptor of all experts' weights, of tiles [BN, BK]; of int4 words, and then s too, as in
+    w is a descriptor of all experts' weights, of tiles [BN, BK], or of 4-bit words; then s is one, too, as in
     `ops._product`."""
     columns = tl.cdiv(N, BN)
     tile = tl.program_id(0) // columns
@@ -91,7 +90,7 @@ class _Tile(NamedTuple):
 
 
 def _tile(weight: torch.dtype, height: int) -> _Tile:
-    """The fastest of those tried for Qwen3-30B-A3B's experts, at heights of 16 and 128; which it is changes no bit.
+    """Chooses a tile, tuned on an H100 for Qwen3-30B-A3B's experts at heights of 16 and 128; it changes no bit.
 
     Figures: benchmarks/results/experts_tiles_h100.json.
     """
@@ -119,15 +118,15 @@ def product(
     x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Each copy's row times its expert's weight, [number, N].
+    """Multiplies each copy of a token by its expert's weight; returns [number, N].
 
     Args:
       x: [number / top, K]: bfloat16, or int8 or e4m3 codes with `x_scale` float32 [number / top, 1].
-      weight: bfloat16, int8 or e4m3 [E, N, K]; or int32 [E, K/128, N, 16] of `ops.interleaved` words.
-      scale: of int4 words bfloat16 [E, K/G, N], of e2m1 ones e4m3; of 8-bit codes float32 [E, N, 1]; None.
+      weight: bfloat16, int8 or e4m3 [E, N, K]; or `ops.interleaved` words int32 [E, K/128, N, 16].
+      scale: for int4 words bfloat16 [E, K/G, N], for e2m1 words e4m3, for 8-bit codes float32 [E, N, 1]; else None.
       factor: float32 [E, N] or None; multiplies the sum.
-      copies, experts, end: from an `Align` in tiles of `height`.
-      top: copies of a row that follow each other. number: of all copies.
+      copies, experts, end: the result of an `Align` for tiles of `height` copies.
+      top: number of adjacent copies that share a row of x. number: number of all copies.
     """
     int4, scaled = weight.dtype == torch.int32, x_scale is not None
     n, k = weight.shape[2 if int4 else 1], x.shape[1]
@@ -164,7 +163,7 @@ def _weigh(o_ptr, weights_ptr, y_ptr, D, TOP: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Outputs [M * k, D] of copies, weights float32 [M, k] -> [M, D] in the outputs' dtype."""
+    """Sums each token's k expert outputs [M * k, D] with weights float32 [M, k], in float64; returns [M, D]."""
     (m, top), d = weights.shape, outputs.shape[1]
     y = torch.empty((m, d), dtype=outputs.dtype, device=outputs.device)
     if m:
@@ -196,7 +195,8 @@ def _choose(z_ptr, ids_ptr, weights_ptr, E, TOP: tl.constexpr, AMONG_CHOSEN: tl.
 
 
 def choose(logits: torch.Tensor, top: int, among_chosen: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 logits [M, E] -> weights float32 [M, top] and experts int32 [M, top]; see the module docstring."""
+    """Chooses experts by float32 logits [M, E]: returns weights float32 [M, top] and experts int32 [M, top].
+    among_chosen: the softmax is over the chosen experts, not over all."""
     m, e = logits.shape
     weights = torch.empty((m, top), dtype=torch.float32, device=logits.device)
     ids = torch.empty((m, top), dtype=torch.int32, device=logits.device)
@@ -209,7 +209,7 @@ def choose(logits: torch.Tensor, top: int, among_chosen: bool) -> tuple[torch.Te
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[M, D], [E, D] -> float32 [M, E], summed in float64."""
+    """Computes router logits float32 [M, E] of x [M, D] and weight [E, D], summed in float64."""
     return (x.double() @ weight.double().t()).float()
 
 
@@ -224,13 +224,13 @@ def experts(
     activation: Callable[[torch.Tensor], torch.Tensor],
     rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """x [M, D] through each token's experts ids [M, k] with float32 weights [M, k] -> [M, D].
+    """Computes an MoE layer: x [M, D] through experts ids [M, k] with float32 weights [M, k]; returns [M, D].
 
     Args:
       first, second: gate above up [E, 2 F, D], and down [E, D, F]: weight, scale and factor as in `product`.
-      align: sorts the copies.
-      activation: [*, 2 F] -> [*, F].
-      rows: what makes codes and scales of activations.
+      align: sorts the copies by expert.
+      activation: a function from [*, 2 F] to [*, F].
+      rows: quantizes activations to codes and scales; None: bf16 activations.
     """
     (m, top), e = ids.shape, len(first[0])
     if m == 0:

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant routers and experts for a vLLM engine on CUDA (operations: cuda/expert_ops.py).
+"""Batch-invariant routers and MoE experts for a vLLM engine on CUDA (kernels: cuda/expert_ops.py).
 
-bf16 experts, int8 ones (w8a8), e4m3 ones (fp8), and int4 or e2m1 ones with bf16 activations (w4a16, nvfp4; widths a
-multiple of 128); others stay vLLM's. Words are multiplied as they are, interleaved: an expert sees few rows in a
-decoding step, where reading bf16(q s) would take four times as long, and all of a model's experts would fill a GPU.
+Formats: bf16, int8 (w8a8), e4m3 (fp8), and int4 or e2m1 with bf16 activations (w4a16, nvfp4; widths a multiple of 128).
+vLLM computes other experts. 4-bit experts are never decoded to a buffer: reading bf16(q s) for the few rows of a
+decoding step would take four times as long, and a model's decoded experts would fill a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qarl_bridge.engine.readback import experts as readback_experts
 
 
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """vLLM's own, as in dense layers: a function of each element."""
+    """Computes SwiGLU by vLLM's elementwise kernel, as in dense layers."""
     y = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
     torch.ops._C.silu_and_mul(y, x)
     return y
@@ -52,7 +52,7 @@ def _fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _BatchInvariant(FusedMoEMethodBase):
-    """The part that does not depend on the format. rows: what makes codes of activations."""
+    """Base class of the CUDA MoE methods. rows: quantizes activations; None: bf16 activations."""
 
     rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     is_batch_invariant = True
@@ -62,11 +62,11 @@ class _BatchInvariant(FusedMoEMethodBase):
     supports_internal_mk = True  # type: ignore[assignment]  # no kernel of vLLM's is to be made
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """No kernel of vLLM's reads one."""
+        """Returns None: no kernel of vLLM needs a config."""
         return None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Weights are multiplied as they are loaded."""
+        """Does nothing: the kernel multiplies weights in their loaded layout."""
 
     def apply(
         self,
@@ -77,7 +77,7 @@ class _BatchInvariant(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
+        """Computes the MoE layer's output [M, D] of x [M, D], routed by weights and expert ids [M, k]."""
 
         def held(which: str) -> expert_ops.Held:
             weight, scale, *factor = (getattr(layer, f"{which}_{name}", None) for name in self.names)
@@ -88,7 +88,7 @@ class _BatchInvariant(FusedMoEMethodBase):
 
 
 class BatchInvariantMoEMethod(_BatchInvariant, UnquantizedFusedMoEMethod):
-    """bf16 experts."""
+    """vLLM MoE method for bf16 experts, batch-invariant."""
 
     def __init__(self, moe: Any):
         UnquantizedFusedMoEMethod.__init__(self, moe)
@@ -104,19 +104,19 @@ class _Quantized(_BatchInvariant):
 
 
 class BatchInvariantInt8MoEMethod(_Quantized, CompressedTensorsW8A8Int8MoEMethod):
-    """w8a8 experts; their activations are quantized, as everywhere else, which vLLM 0.25's are not."""
+    """vLLM MoE method for w8a8 experts, batch-invariant. It quantizes activations, which vLLM 0.25 does not."""
 
     rows = staticmethod(_int8_rows)
 
 
 class BatchInvariantFp8MoEMethod(_Quantized, CompressedTensorsW8A8Fp8MoEMethod):
-    """fp8 experts."""
+    """vLLM MoE method for fp8 experts, batch-invariant."""
 
     rows = staticmethod(_fp8_rows)
 
 
 class BatchInvariantWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
-    """w4a16 experts."""
+    """vLLM MoE method for w4a16 experts, batch-invariant."""
 
     names = "weight_packed", "weight_scale"
 
@@ -127,7 +127,7 @@ class BatchInvariantWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
         self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
 
     def create_weights(self, layer: Any, *args: Any, **named: Any) -> None:
-        """vLLM's, but every expert is [N, K/8] and [N, K/G] as in a checkpoint; some versions hold it transposed."""
+        """Creates vLLM's parameters in checkpoint layout, [N, K/8] and [N, K/G]; some vLLM versions transpose them."""
         super().create_weights(layer, *args, **named)
         for name in (f"{which}_{part}" for which in ("w13", "w2") for part in self.names):
             held = getattr(layer, name)
@@ -137,7 +137,7 @@ class BatchInvariantWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
                 setattr(layer, name, as_stored)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Interleaved words [E, K/128, N, 16] and scales [E, K/G, N], in the place of what was loaded."""
+        """Replaces loaded parameters by interleaved words [E, K/128, N, 16] and scales [E, K/G, N], at every load."""
         for which in ("w13", "w2"):
             words, scales = (getattr(layer, f"{which}_{name}").data for name in self.names)
             held = ops.interleaved(words), scales.transpose(1, 2).contiguous()
@@ -146,7 +146,7 @@ class BatchInvariantWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
 
 
 class BatchInvariantNvFp4MoEMethod(_BatchInvariant, NvFp4Experts):
-    """nvfp4 experts."""
+    """vLLM MoE method for nvfp4 experts, batch-invariant."""
 
     names = NvFp4Experts.names
 
@@ -155,7 +155,7 @@ class BatchInvariantNvFp4MoEMethod(_BatchInvariant, NvFp4Experts):
         FusedMoEMethodBase.__init__(self, moe)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Words [E, K/128, N, 16], e4m3 scales [E, K/16, N], factors [E, N], in the place of what was loaded."""
+        """Replaces loaded parameters by words [E, K/128, N, 16], e4m3 scales [E, K/16, N] and factors [E, N]."""
         for which in ("w13", "w2"):
             packed, scale, factor = self.loaded(layer, which)
             self.keep(layer, which, *nvfp4.served(packed, scale), factor)
@@ -182,7 +182,7 @@ def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
 
 
 def _router(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` of an unquantized layer: routers leave float32, summed in float64."""
+    """Wraps `apply` of an unquantized layer: routers compute float32 logits by float64 sums."""
 
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         is_router = type(layer).__name__ == "ReplicatedLinear" and layer.prefix.endswith(".mlp.gate")
@@ -203,10 +203,10 @@ def _routing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(replace: Callable[[type, str, Callable[..., Any]], None]) -> None:
-    """Before an engine is built, once a process.
+    """Installs routers and experts in vLLM's classes. Call it once in a process, before an engine is built.
 
     Args:
-      replace: puts a wrapper in the place of a class's method.
+      replace: replaces a class's method by a wrapper.
     """
     linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.fused_topk_router").FusedTopKRouter

@@ -1,19 +1,19 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant operations in the place of vLLM's own on CUDA (kernels: `cuda/ops.py`, `cuda/sampling.py`).
+"""Replaces vLLM's operations on CUDA by batch-invariant ones (kernels: `cuda/ops.py`, `cuda/sampling.py`).
 
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
-    the same in int4 (w4a16), nvfp4        Machete or Marlin, likewise           ops.product
-    the same with zero points              none                                  ops.product
+    these in int4 (w4a16), nvfp4           Machete or Marlin, as in bf16         ops.product
+    these with zero points                 none                                  ops.product
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
     RMSNorm                                threads by the number of rows         ops.rms_norm
     log-probs                              float32 sums in torch's order         sampling.log_softmax
     drawing                                a kernel for each request             sampling.draw
     routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     cuda/experts.py
 
-`install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
-wherever it is not on a GPU that has wgmma, or not bfloat16.
+`install` replaces methods of vLLM's classes before an engine is built. A replacement calls vLLM's method for tensors
+that are not bfloat16, and on GPUs without wgmma.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ UNKNOWN = "products and norms are vLLM's own: this version's classes are not the
 
 
 def install() -> str:
-    """Before an engine is built.
+    """Installs the batch-invariant operations in vLLM's classes. Call it before an engine is built.
 
     Returns:
-      What departs from batch-invariance, or "".
+      A sentence that says what is not batch-invariant, or "".
     """
     try:
         linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
@@ -92,10 +92,10 @@ def _without_wgmma() -> str:
 
 
 def left_to_vllm(modules: Mapping[str, Any]) -> list[str]:
-    """Lists departures from batch-invariance in a live model: the first layers without the bridge's kernels.
+    """Lists which kinds of layers of a live model vLLM's kernels compute, each with its first layer's name.
 
     Args:
-      modules: all of the model's, by name.
+      modules: the model's modules, by name.
     """
     kinds: dict[str, str] = {}
     for name, module in modules.items():
@@ -119,7 +119,7 @@ def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callab
 
 @functools.cache
 def _has_wgmma() -> bool:
-    """Tells whether this is a Hopper GPU, whose tensor cores the products are written for."""
+    """Tells whether this is a Hopper GPU (sm90), which the kernels need."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -128,7 +128,7 @@ def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _product(original: Callable[..., Any], only: tuple[str, ...] = (), **options: Any) -> Callable[..., Any]:
-    """`apply` of an unquantized layer; only: names of the classes it is for, empty: all. options: of the product."""
+    """Wraps `apply` of an unquantized layer. only: served class names; empty: all. options: for `ops.product`."""
 
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         theirs = only and type(layer).__name__ not in only
@@ -150,7 +150,7 @@ def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _top(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Batch-invariant log-probs of what is left after top-k and top-p, and what is drawn from them."""
+    """Wraps vLLM's top-k and top-p sampler: batch-invariant log-probs of the kept tokens, and draws from them."""
 
     def forward_native(self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
         if self.logprobs_mode != "processed_logprobs" or not logits.is_cuda:
@@ -169,10 +169,10 @@ def _top(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> torch.Tensor:
-    """A token of each row, which has a generator of its own: its seed, and an offset that tells its draws apart.
+    """Samples a token for each row by its generator's seed and offset, in one launch for all rows.
 
-    vLLM calls every generator by itself, with noise for the whole vocabulary. Its steps of the offset are kept: vLLM
-    takes one back where a row was drawn from for nothing.
+    vLLM would call every generator, with noise for the whole vocabulary. The offset grows as in vLLM, which subtracts a
+    step where it discards a draw.
     """
     rows = [generators[row] for row in range(len(generators))]
     offsets = [generator.get_offset() for generator in rows]

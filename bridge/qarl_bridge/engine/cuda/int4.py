@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear kernel interface for w4a16 on CUDA, batch-invariant: y = bf16(x . bf16(q s) + b), split along K.
+"""Batch-invariant w4a16 linear layers for vLLM on CUDA: y = bf16(x . bf16(q s) + b), split along K.
 
-The weight is held in words, made from the loaded codes at each load. Few rows are multiplied with the words as they
-are, since reading weights is what takes time there. Many are multiplied with bf16(q s), the same numbers to the bit,
-decoded anew for each product into a room that all layers share: a tile of rows would otherwise decode all it reads.
+The weight is held as interleaved int4 words, made at each load. For few rows, where reading weights takes the time, the
+kernel decodes words while it multiplies. For many rows the whole weight is first decoded to bf16(q s) in a buffer that
+all layers share. Otherwise every tile of rows would decode it again. Both ways give equal bits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _rooms: dict[torch.device, torch.Tensor] = {}
 
 
 def make_room(weights: int, device: torch.device) -> None:
-    """Let a layer of so many weights be decoded; called at its load."""
+    """Enlarges the shared buffer of decoded weights to `weights` elements, if needed; called at a layer's load."""
     held = _rooms.get(device)
     if held is None or held.numel() < weights:
         _rooms[device] = torch.empty(weights, dtype=torch.bfloat16, device=device)
 
 
 def room(outputs: int, inputs: int, device: torch.device) -> torch.Tensor:
-    """The place for a decoded layer, [outputs, inputs] bfloat16."""
+    """Returns the shared buffer of decoded weights as bfloat16 [outputs, inputs]."""
     return _rooms[device][: outputs * inputs].view(outputs, inputs)
 
 
@@ -42,7 +42,7 @@ def multiply(
     bias: torch.Tensor | None,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., K] -> [..., N] by a layer's words; scales and factor as in `ops.product`."""
+    """Multiplies x [..., K] by a layer's interleaved words; returns [..., N]. scales, factor: as in `ops.product`."""
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) <= PACKED_ROWS:
         y = ops.product(rows, words, scales, bias, factor=factor)
@@ -53,7 +53,7 @@ def multiply(
 
 
 class BatchInvariantInt4LinearKernel(MPLinearKernel):
-    """See the module docstring."""
+    """vLLM linear kernel for w4a16 on Hopper GPUs; see the module docstring."""
 
     is_batch_invariant = True
     WEIGHT = "weight_interleaved"  # int32 [K/128, N, 16]
@@ -61,12 +61,12 @@ class BatchInvariantInt4LinearKernel(MPLinearKernel):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """wgmma."""
+        """Returns 90: the kernel needs Hopper's wgmma instructions."""
         return 90
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Symmetric int4 without reordering, bfloat16, inputs in whole blocks, outputs by eight."""
+        """Accepts symmetric int4 without reordering, bfloat16 activations, K a multiple of 128 and N of 8."""
         k, n = c.partition_weight_shape
         group = k if c.group_size == -1 else c.group_size
         if not current_platform.is_device_capability(90) or c.has_g_idx or c.zero_points:
@@ -78,7 +78,7 @@ class BatchInvariantInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Codes and scales -> what is multiplied; the loaded tensors stay, for the next load to be copied into."""
+        """Makes interleaved words and transposed scales; the loaded tensors stay as the target of the next load."""
         words = ops.interleaved(getattr(layer, self.w_q_name).data)
         scales = getattr(layer, self.w_s_name).data.t().contiguous()
         for name, value in ((self.WEIGHT, words), (self.SCALE, scales)):
@@ -86,10 +86,10 @@ class BatchInvariantInt4LinearKernel(MPLinearKernel):
         make_room(8 * words.numel(), words.device)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
+        """Computes the layer's output [..., N] of inputs x [..., K]."""
         return multiply(x, getattr(layer, self.WEIGHT), getattr(layer, self.SCALE), bias)
 
 
 def register() -> None:
-    """Put it first among the GPU's candidates (idempotent)."""
+    """Makes vLLM prefer this kernel for w4a16 layers on CUDA (idempotent)."""
     versions.put_first(registry._POSSIBLE_KERNELS, PlatformEnum.CUDA, BatchInvariantInt4LinearKernel)

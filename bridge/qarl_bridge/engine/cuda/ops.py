@@ -1,24 +1,21 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of a CUDA engine whose result for a token does not depend on the other tokens of a step.
+"""Batch-invariant matrix products, RMSNorm and sums of shards for a CUDA engine, as Triton kernels.
 
-vLLM's own products (cuBLAS, Machete, Marlin) cut their inputs by the number of rows, its norms choose their threads by
-it, and its logits are rounded to bfloat16. These Triton kernels take their place (`install`); the learner computes the
-same numbers from the same rules:
+The order of sums in vLLM's products (cuBLAS, Machete, Marlin) and norms depends on the number of rows, and vLLM rounds
+logits to bfloat16. `install.py` replaces them by these kernels; the learner computes equal numbers by equal rules:
 
     product      y = bf16(acc + b), acc in the parts of `split_k.splits_of`; weights bfloat16, or int4 as bf16(q * s)
                  nvfp4: bf16(bf16(acc * f) + b), weights q * s of e2m1 codes and e4m3 scales, exact in bfloat16
                  zero points: weights bf16((q - z) s t) of 2, 3, 4 or 8 bits (`asym_ops`)
-    logits       the same product, one part, left in float32
+    logits       the bfloat16 product, in one part, left in float32
     RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
-
     shards       y = bf16(((x_0 + x_1) + x_2) + ...) in float32, of a tensor-parallel engine (`engine/all_reduce.py`)
 
-A float64 sum of float32 terms, rounded once to float32, is the same in every order but for one result in some 10^8.
-Products by wgmma are equal to the bit whatever the tile, so tiles and schedules below are free: they decide speed
-alone.
+A float64 sum of float32 terms, rounded once to float32, is equal in every order, except about one result in 10^8. wgmma
+products have equal bits with every tile, so tiles and schedules decide speed alone.
 
-What is left out: experts, GPUs without wgmma.
+Not supported: experts (`expert_ops.py`), GPUs without wgmma.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ _MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose
 
 @triton.jit
 def _decoded(words, s0, s1, s2, s3):
-    """The eight bf16(q s) of each word, in the order of their inputs: of nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+    """Decodes a word to eight bf16(q s), in input order: nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
 
-    Two at once, at two instructions a weight: 0x4300 | nibble is the bfloat16 128 + nibble, less 136 it is q, exactly,
-    and q s is rounded once. s0 to s3: the scales of the four pairs."""
+    It decodes pairs, at two instructions a weight: 0x4300 | nibble is the bfloat16 128 + nibble; minus 136 it is q,
+    exactly, and q s is rounded once. s0 to s3: the scales of the four pairs."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p0, p1, p2, p3, s0, s1, s2, s3, less;
@@ -82,10 +79,10 @@ def _decoded(words, s0, s1, s2, s3):
 
 @triton.jit
 def _decoded_float4(words, s0, s1, s2, s3):
-    """`_decoded` of e2m1 codes: q s, exact.
+    """Decodes a word of e2m1 codes to eight exact q s, as `_decoded` does int4.
 
-    A code's sign and three bits are put where a bfloat16 has its sign, the end of its exponent, and the start of its
-    mantissa. That number is q 2^-126 (for the code 1 a subnormal, which bfloat16 products keep)."""
+    A code's sign and three bits become a bfloat16's sign, the last exponent bits and the first mantissa bit. The result
+    is q 2^-126 (for the code 1 a subnormal, which bfloat16 products keep)."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p0, p1, p2, p3, n0, n1, n2, n3, s0, s1, s2, s3, most;
@@ -132,15 +129,15 @@ def _decoded_float4(words, s0, s1, s2, s3):
 
 @triton.jit
 def _of_halves(s, BN: tl.constexpr):
-    """[BN, 2], of inputs up to 64 and from there -> [BN, 16], of `interleaved` words."""
+    """Expands [BN, 2], the scales of inputs below and from 64, to the 16 `interleaved` words: [BN, 16]."""
     return s[:, None, :].broadcast_to(BN, 8, 2).reshape(BN, 16)
 
 
 @triton.jit
 def _weights(words, s, GROUP: tl.constexpr, BN: tl.constexpr):
-    """bf16(q s) [BN, 128] of `interleaved` words [BN, 16] and their groups' scales [max(1, 128 / GROUP), BN].
+    """Decodes `interleaved` words [BN, 16] with group scales [max(1, 128 / GROUP), BN] to bf16(q s) [BN, 128].
 
-    bfloat16 scales are of int4 codes, e4m3 ones of e2m1 codes."""
+    bfloat16 scales mean int4 codes, e4m3 scales e2m1 codes."""
     FLOAT4: tl.constexpr = s.dtype == tl.float8e4nv
     s = s.to(tl.bfloat16).T
     if GROUP >= _STEP:
@@ -170,15 +167,15 @@ def _weights(words, s, GROUP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _finished(acc):
-    """acc, by no instruction. Behind a product from registers it makes the compiler wait for that product within the
-    same step; where it waits in the next, it waits after each sixteen inputs."""
+    """Returns acc unchanged. It makes the compiler wait for the product within its step; otherwise the compiler waits
+    after every sixteen inputs of the next step."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _part(x, w, low, s, t, row, output, N, first, end, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
           MIDDLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """The float32 accumulator [BN, BM] of the inputs [first, end), in steps; behind the last input there are zeros."""
+    """Computes the float32 accumulator [BN, BM] over steps [first, end) of inputs; loads beyond K give zeros."""
     acc = tl.zeros((BN, BM), tl.float32)
     for k in range(first * _STEP, end * _STEP, BK):
         if BITS == 16:
@@ -198,7 +195,7 @@ def _product(x, w, low, s, t_ptr, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M,
              BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, SPLIT: tl.constexpr,
              FACTOR: tl.constexpr, BIAS: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """One tile [BM rows, BN outputs]; SPLIT: one part of it, and whoever comes last adds them up, in order.
+    """Computes one tile [BM rows, BN outputs]. With SPLIT a program computes one part; the last adds all, in order.
 
     x, w and s are descriptors: of tiles [BM, BK], and [BN, BK] or `interleaved` words [BN, 16] with scales as in
     `_weights`; with ZEROS w, low and s are those of `asym_ops.Words`, and t_ptr its steps."""
@@ -248,8 +245,8 @@ _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums of products computed side by side, and how many parts of each tile are there: always 0 between two
-    kernels, which a stream runs one after the other."""
+    """Returns buffers for partial sums and for each tile's number of finished parts, which is 0 between kernels.
+    Kernels of one stream share them."""
     if device not in _workspaces:
         partial = torch.empty(_MOST_BLOCKS * 128 * 128, dtype=torch.float32, device=device)
         _workspaces[device] = partial, torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
@@ -268,18 +265,18 @@ def product(
     tile: tuple[int, int, int, int, int] | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
-    """x W^T + b of rows x [M, K] bfloat16, in an order that depends on the weight's shape alone.
+    """Computes x W^T + b for x [M, K] bfloat16; returns [M, N]. The order of sums depends on the weight's shape alone.
 
     Args:
-      weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words, or one with zero points.
-      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8. Of e2m1 codes,
+      weight: bfloat16 [N, K], or `interleaved` words int32 [K/128, N, 16], or a weight with zero points.
+      scale: for int4 codes bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8. For e2m1 codes
         e4m3 [K/16, N]; N a multiple of 16.
       bias: [N] or None.
       factor: float32 [N] or None; multiplies the sum, which is then rounded to out_dtype before the bias is added.
       out_dtype: bfloat16 or float32.
-      splits: None: `split_k.splits_of`.
-      tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: whether parts are
-        computed side by side; None: where there are few tiles. No result depends on these two.
+      splits: number of parts of K (split-K); None: `split_k.splits_of`.
+      tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: compute parts in
+        parallel; None: if there are few tiles. Neither changes the result.
     """
     m, k = x.shape
     zeros = isinstance(weight, asym_ops.Words)
@@ -331,7 +328,7 @@ _MANY = 16384  # outputs
 
 
 def _tile(m: int, n: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
-    """(rows, outputs, inputs, warps, stages): the fastest of some on an H100, for layers of a Qwen3-4B and 8B."""
+    """Chooses (rows, outputs, inputs, warps, stages), tuned on an H100 for layers of Qwen3-4B and 8B."""
     if bits == 4:
         rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
         return _INT4_TILES[rows][n >= _MANY]
@@ -356,7 +353,7 @@ def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, GROUPS: tl.c
 
 
 def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`interleaved` words [K/128, N, 16] and their scales [K/G, N] -> bf16(q s), [N, K] (out, where it is given)."""
+    """Dequantizes `interleaved` words [K/128, N, 16] with scales [K/G, N] to bf16(q s), [N, K], into `out` if given."""
     n, k = words.shape[1], words.shape[0] * 128
     y = torch.empty((n, k), dtype=torch.bfloat16, device=words.device) if out is None else out
     group = k // scale.shape[0]
@@ -381,11 +378,11 @@ def _interleave(words_ptr, y_ptr, N, blocks, words, BLOCK: tl.constexpr):
 
 
 def interleaved(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [..., N, K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> [..., K/128, N, 16].
+    """Interleaves a checkpoint's int4 words int32 [..., N, K/8] for the tensor cores: returns [..., K/128, N, 16].
 
-    Of 128 inputs, nibble i + 4 e of word 4 t + 2 f + h is element 64 h + 16 i + 8 f + 2 t + e: a thread of the tensor
-    cores finds all of its inputs in four words of its own that follow each other, and those of one register where one
-    mask takes both (`_decoded`).
+    In a checkpoint nibble i of word j is element 8 j + i. Here nibble i + 4 e of word 4 t + 2 f + h is element
+    64 h + 16 i + 8 f + 2 t + e of 128 inputs. So a thread of the tensor cores finds its inputs in four adjacent words,
+    and one mask extracts both values of a register (`_decoded`).
     """
     packed = packed.contiguous()
     *batch, n, words = packed.shape
@@ -418,9 +415,9 @@ def _norm(x_ptr, r_ptr, w_ptr, y_ptr, vectors, outer, inner, eps, D: tl.constexp
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 [..., D]; with a residual (changed in place to the sum): the norm of the sum, and the sum.
+    """Computes RMSNorm of x bfloat16 [..., D]; with a residual, returns the norm of the sum, and the sum.
 
-    Heads of a fused projection, [T, H, D] within longer rows, are read where they are.
+    The residual is overwritten by the sum. A strided x [T, H, D] (heads of a fused projection) is not copied.
     """
     shape, d = x.shape, x.shape[-1]
     assert residual is None or residual.is_contiguous()
@@ -451,7 +448,7 @@ def _sum_shards(x_ptr, y_ptr, size, SHARDS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_of_shards(every: torch.Tensor) -> torch.Tensor:
-    """bfloat16 or float32 [shards, ...], contiguous -> [...], added in float32 by rank and rounded once."""
+    """Sums contiguous bfloat16 or float32 [shards, ...] over shards, in float32 by rank, and rounds once."""
     y = torch.empty_like(every[0])
     size = y.numel()
     if size:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs, temperatures and draws of a CUDA engine; no row's result depends on another row.
+"""Batch-invariant log-probs, temperature and sampling for a CUDA engine, as Triton kernels.
 
 log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over the temperature
 a draw       the argmax of log-prob - log(time), time exponential by Philox from (seed, draw, token)
@@ -15,17 +15,16 @@ import triton.language as tl
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) to the last digits, by IEEE operations and the logarithm."""
+    """Computes log(1 + x) accurately near 0, by IEEE operations and the logarithm."""
     total = 1.0 + x
     return tl.where(total == 1.0, x, tl.log(total) * x / (total - 1.0))
 
 
 @triton.jit
 def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
-    """(top, log(sum(exp(z - top)))) of a row, float64.
+    """Computes (top, log(sum(exp(z - top)))) of a row, float64.
 
-    The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the logarithm of
-    one plus what is left, and float32 keeps every digit of it.
+    The sum leaves out the largest logit's exp(0) = 1, and log1p adds it: log-probs close to 0 keep all their digits.
     """
     at = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -91,14 +90,14 @@ def _race(p_ptr, seeds_ptr, draws_ptr, best_ptr, ids_ptr, V, BLOCK: tl.constexpr
 
 
 def draw(logprobs: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """One token of each row, drawn from its distribution: int64 [M].
+    """Samples one token from each row's distribution: int64 [M].
 
-    Tokens race: each has an exponential time, a function of (seed, draw, token) by Philox 4x32-10, divided by its
-    probability, and the first is drawn. So no row's draw depends on another row, and all of a batch are one launch.
+    Each token gets an exponential random time, a function of (seed, draw, token) by Philox 4x32-10, divided by its
+    probability; the token with the smallest time is sampled. So rows are independent, and a batch is one launch.
 
     Args:
       logprobs: float32 [M, V], contiguous.
-      seeds: int64 [M], each request's. draws: int32 [M], how many it has made before.
+      seeds: int64 [M], the seed of each row's request. draws: int32 [M], the request's number of earlier draws.
     """
     m, v = logprobs.shape
     blocks = triton.cdiv(v, 8192)
@@ -110,7 +109,7 @@ def draw(logprobs: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> to
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [M, V] -> log-probabilities of all, float32, computed in float64."""
+    """Computes log-probs float32 [M, V] of logits [M, V], in float64."""
     y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if logits.shape[0]:
         z = logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
@@ -119,7 +118,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """float32 [M, V], [M, C] -> log-probabilities [M, C] of the tokens, as `log_softmax` has them."""
+    """Computes the log-probs [M, C] of tokens [M, C] by logits [M, V], equal to those of `log_softmax`."""
     y = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
     if logits.shape[0]:
         z = logits.float()
@@ -129,10 +128,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
 
 
 def apply_temperature(logits: torch.Tensor, states: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """float32 [M, V] over each row's temperature, in place, by an IEEE division; 0 and 1 leave a row as it is.
+    """Divides logits float32 [M, V] by each row's temperature, in place; 0 and 1 leave a row unchanged.
 
     Args:
-      states: [M], where a row's temperature stands.
+      states: [M], index of each row's temperature in `temperatures`.
       temperatures: float32.
     """
     m, v = logits.shape

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Functional read-back: which weights the live layers really use."""
+"""Functional read-back: checks by one-hot inputs that live layers use the published weights."""

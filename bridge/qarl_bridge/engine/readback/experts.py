@@ -1,17 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in a live vLLM: which it can serve, and how they are read back.
+"""Reads back the experts of a live vLLM model, and refuses experts that vLLM cannot serve.
 
-Read-back. An expert's two products have a nonlinearity between them, so one-hot rows do not return a weight. Instead:
+An expert's two products have a nonlinearity between them, so one-hot rows do not return a weight. Two other checks:
 
-  stored      where the layout is known (the bridge's own experts, on a CPU), every value that is
-              multiplied with is compared, bit by bit, with the one made anew from the staged tensors;
-  functional  random rows are sent through the live layer, each to k of those experts, and compared with the same
-              sums in float32 over the staged weights. Roundings and quantized activations leave a distance of
-              under 1 % to 5 %, weights that are torn, foreign, permuted or packed twice one of order 1.
+  stored      where the layout is known (the bridge's own experts, on a CPU), every value of the live weights is
+              compared, bit by bit, with the value computed from the staged tensors;
+  functional  random rows are sent through the live layer, each to k experts, and compared with a float32 computation
+              over the staged weights. Roundings and quantized activations leave a relative distance of under 1 % to
+              5 %; torn, foreign, permuted or twice packed weights leave one of order 1.
 
-On a GPU, where kernels keep layouts of their own, the second alone is done: a change of a weight by less than the
-tolerance would pass it, and is excluded only by the fingerprints of what was handed to the loader.
+On a GPU kernels have their own layouts, so only the functional check runs. It does not see a weight change below the
+tolerance; only the fingerprints of the loaded tensors exclude one.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def is_experts(module: Any) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """ "model.layers.0.mlp.experts" of a live module or a published tensor below it; "" of what is in no expert."""
+    """Returns the experts' prefix, such as "model.layers.0.mlp.experts", in a module's or tensor's name; "" if none."""
     end = name.find(".experts")
     return "" if end < 0 else name[: end + len(".experts")]
 
 
 def _groups_of_experts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups of a config.json's quantization that hold its experts."""
+    """Returns the quantization groups of a config.json that apply to experts."""
     groups = formats.groups_of(config)
     own = [group for group in groups if any("experts" in target for target in group["targets"])]
     return own or [group for group in groups if "Linear" in group["targets"]]
 
 
 def check_format(config: Mapping[str, Any]) -> None:
-    """Refuses, before vLLM starts, experts with zero points."""
+    """Raises BridgeError("setup") for a model whose experts have zero points, which vLLM cannot serve."""
     if config.get("num_experts") and any(g["format"] in formats.ASYMMETRIC for g in _groups_of_experts(config)):
         raise BridgeError(
             "experts with zero points have no layer in vLLM: give them w4a16 or bf16 (quant.rules, match: experts), or"
@@ -68,12 +68,12 @@ def check_format(config: Mapping[str, Any]) -> None:
 
 
 def _width_of(config: Mapping[str, Any], shards: int) -> float:
-    """Inner features that each shard has of an expert; 0: no experts."""
+    """Returns the number of inner features that each shard has of an expert; 0 without experts."""
     return config.get("moe_intermediate_size", 0) / shards if config.get("num_experts") else 0
 
 
 def check_shape(config: Mapping[str, Any], shards: int = 1) -> None:
-    """Refuses, before vLLM starts on a CPU, a width whose experts a reload would tear."""
+    """Raises BridgeError("setup") if a shard's experts' width is no multiple of 32: vLLM's CPU cannot reload it."""
     width = _width_of(config, shards)
     if width % 32:
         raise BridgeError(
@@ -85,17 +85,17 @@ def check_shape(config: Mapping[str, Any], shards: int = 1) -> None:
 
 
 def in_whole_blocks(hidden: int, width: float) -> bool:
-    """Tells whether int4 experts of these widths have batch-invariant products (cuda/expert_ops.py)."""
+    """Tells whether both widths are multiples of 128, as batch-invariant int4 experts need (cuda/expert_ops.py)."""
     return hidden % split_k.STEP == 0 and width % split_k.STEP == 0
 
 
 def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False, shards: int = 1) -> None:
-    """Refuses, before vLLM starts on a GPU, int4 experts whose scales its Marlin kernel would get in a wrong order.
+    """Raises BridgeError("setup") for int4 experts whose scales vLLM's Marlin kernel would permute wrongly.
 
-    batch_invariant: experts `in_whole_blocks` are the bridge's own, not Marlin's.
+    batch_invariant: the bridge, not Marlin, computes experts that are `in_whole_blocks`.
 
-    vLLM 0.25 orders the group scales of gate and up by the expert's width where the width of their inputs is meant
-    (`marlin_moe_permute_scales`, size_k), which matters where one has several groups and the other does not.
+    vLLM 0.25 permutes the group scales of gate and up by the expert's width instead of their input width
+    (`marlin_moe_permute_scales`, size_k). This matters where only one of the widths has several groups.
     """
     width = _width_of(config, shards)
     if not width or (batch_invariant and in_whole_blocks(config["hidden_size"], width)):
@@ -116,9 +116,9 @@ class Staged:
     """The published experts of one layer, as stacks (expert_stacks.py).
 
     Attributes:
-      parts: part ("gate_proj") -> torch tensors [E, ...] by leaf.
-      formula: of their format.
-      names: of all the tensors.
+      parts: stacked torch tensors [E, ...] by projection ("gate_proj") and leaf.
+      formula: the formula of the experts' format.
+      names: names of all published tensors.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -127,9 +127,9 @@ class Staged:
 
     @staticmethod
     def by_layer(tensors: Mapping[str, Any], activations: str) -> dict[str, Staged]:
-        """All published experts, by the prefix of their layer ("model.layers.0.mlp.experts").
+        """Groups published expert tensors by layer prefix ("model.layers.0.mlp.experts").
 
-        activations: of int4 experts, "bf16" or "int8".
+        activations: how int4 experts take activations, "bf16" or "int8".
         """
         found: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {}
         for name, tensor in tensors.items():
@@ -146,7 +146,7 @@ class Staged:
         }
 
     def first(self, part: str) -> Any:
-        """The codes of a part, as they are on the wire."""
+        """Returns the published codes of a projection, stacked over experts."""
         return next(tensor for leaf, tensor in self.parts[part].items() if leaf != "weight_shape")
 
     @property
@@ -155,7 +155,7 @@ class Staged:
         return len(self.first(_PARTS[0]))
 
     def matrix(self, expert: int, which: str) -> Any:
-        """[N, K] float64: "w13" (gate above up) or "w2" (down) of one expert, as it is multiplied with."""
+        """Computes one expert's weight "w13" (gate above up) or "w2" (down), [N, K] float64, as kernels multiply it."""
         return torch.cat(
             [
                 self.formula.served({leaf: tensor[expert] for leaf, tensor in self.parts[part].items()}, torch.float64)
@@ -164,10 +164,10 @@ class Staged:
         )
 
     def matrices(self, experts: Any, which: str) -> Any:
-        """[experts, N, K] float32: `matrix` of several, but for a rounding; a few operations for all.
+        """Computes `matrix` of several experts at once, in float32: [experts, N, K].
 
         Args:
-          experts: int64, where the tensors are.
+          experts: expert indices, int64, on the tensors' device.
         """
 
         def pick(stack: Any) -> Any:
@@ -180,14 +180,14 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Random rows for the experts that are asked, made once for all layers of a kind.
+    """Random inputs and routing for the functional check, made once for all layers of a kind.
 
     Attributes:
-      x: bfloat16 [R, D].
-      places: int64 [R, k], the number of an asked expert: place j of row r goes to (r k + j) mod their count, so that
-        every one is asked.
-      weights: float32 [R, k].
-      share: float32 [asked, R, 1], the weights by expert; 0 where it is not asked.
+      x: inputs, bfloat16 [R, D].
+      places: int64 [R, k], indices among the checked experts; choice j of row r is (r k + j) mod their number, so every
+        checked expert gets rows.
+      weights: routing weights, float32 [R, k].
+      share: float32 [checked experts, R, 1], the routing weight of each expert and row; 0 where not routed.
     """
 
     x: Any
@@ -197,7 +197,7 @@ class Rows:
 
     @staticmethod
     def draw(rng: np.random.Generator, device: Any, width: int, asked: int, k: int) -> Rows:
-        """Rows of `width` numbers, each for k of `asked` experts."""
+        """Draws rows of `width` numbers, each routed to k of `asked` experts."""
         rows = max(_ROWS, -(-asked // k))
         places = np.arange(rows * k).reshape(rows, k) % asked
         weights = rng.uniform(0.5, 1.5, (rows, k)).astype(np.float32)
@@ -217,17 +217,18 @@ def read_back(
     rng: np.random.Generator,
     rows_of: Callable[[int, int, int], Rows],
 ) -> tuple[list[Verdict], int]:
-    """Compares one live layer with what was published. Called in inference mode, in vLLM's config context.
+    """Compares one live MoE layer with its published experts, in inference mode and vLLM's config context.
 
     Args:
       name, module: the live layer.
-      staged: what was published for it.
+      staged: its published experts.
       mode: "sampled" compares some experts value by value, "full" all of them.
-      rng: picks experts and rows.
-      rows_of: `Rows.draw` of (width, asked, k), the same ones for all layers.
+      rng: picks the experts.
+      rows_of: `Rows.draw` of (width, asked, k), cached, so that all layers share rows.
 
     Returns:
-      verdicts (how to explain it, whether it is wrong), and the rows sent through the layer.
+      (verdicts, number of rows sent through the layer). A verdict is a function that raises the error, and a bool
+      tensor that is true if the layer differs.
     """
     experts = np.arange(staged.num_experts)
     if mode != "full":

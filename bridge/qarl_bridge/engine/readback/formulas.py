@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas of published tensors: one row per format, found by the tensors' names and dtypes.
+"""Formulas that compute weights from published tensors, one for each format, found by tensor names and dtypes.
 
     bf16    weight bfloat16 [N, K]
     int8    weight int8 [N, K], weight_scale float32 [N, 1]                     activations int8
@@ -9,10 +9,10 @@
     nvfp4   weight_packed uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale float32 [1]
     asym    weight_u2, _u4 or _u8 uint8 [N, K bits/8] (three bits: weight_u2 and weight_u1), weight_scale float8_e4m3fn
             [N, K/G], weight_zero_point uint8 [N, K/G], weight_tensor_scale float32 [1]; with weight_zero_point_mid a
-            code stands for the middle of its steps
+            code stands for the middle of its interval
 
-A new format is one row: how codes and scales are read off its tensors, for some inputs and as a whole. The read-back of
-dense layers and that of experts follow.
+A new format needs one `Formula`: how to read codes and scales from its tensors, for some inputs and for all. The
+read-backs of dense layers and of experts use it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ NO_ARRAYS = ("weight_shape", "bias", formats.INDEX)
 
 
 class Columns:
-    """One-hot rows at some inputs, and what it takes to pick their columns from staged tensors.
+    """One-hot rows at some inputs, and the indices that pick these inputs' columns from staged tensors.
 
-    Made once for all layers of a width: on a GPU, a read-back takes as long as its kernels take to start.
+    Made once for all layers of a width, because a read-back on a GPU is bound by kernel launches.
 
     Attributes:
       picked: the inputs, int64 [R].
-      width: K.
-      one_hot: bfloat16 [R, K], where the model computes.
-      index: `picked` where the staged tensors are.
+      width: K, the number of inputs.
+      one_hot: bfloat16 [R, K], on the model's device.
+      index: `picked` on the staged tensors' device.
     """
 
     def __init__(self, picked: np.ndarray, width: int, *, computing: Any, staged: Any):
@@ -52,7 +52,7 @@ class Columns:
         self._columns: dict[int, Any] = {1: self.index}
 
     def of(self, tensors: Sequence[Any]) -> Any:
-        """Columns of matrices side by side, which have one per 1, 8 or G inputs: [N_i, columns] -> [R, sum of N_i]."""
+        """Picks the inputs' columns of matrices [N_i, columns], a column for 1, 8 or G inputs: [R, sum of N_i]."""
         inputs = self.width // tensors[0].shape[1]
         if inputs not in self._columns:
             self._columns[inputs] = self.index // inputs
@@ -65,15 +65,15 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """One row.
+    """The formula of one format: how codes and scales, and from them weights and outputs, follow from its tensors.
 
     Attributes:
-      leaves: of the tensors of a weight, with their dtypes; codes first.
-      columns: (tensors of weights side by side, columns) -> codes float32 [R, N] and scales [R or 1, N], or None.
-      whole: tensors, with any leading dimensions -> codes and scales, [..., N, K] and [..., N, groups], or None.
-      inputs: of one column of the codes.
-      top: the largest code of quantized activations; None: they are bfloat16.
-      rounded: whether code times scale is rounded to bfloat16 before it is multiplied.
+      leaves: names (leaves) and dtypes of a weight's tensors, codes first.
+      columns: a function (tensors of fused weights, Columns) -> codes float32 [R, N], scales [R or 1, N] or None.
+      whole: a function of a weight's tensors -> codes [..., N, K], scales [..., N, groups] or None.
+      inputs: inputs in one column of the codes tensor.
+      top: the largest code of quantized activations; None: activations are bfloat16.
+      rounded: whether code times scale is rounded to bfloat16 before the product.
     """
 
     leaves: Mapping[str, torch.dtype]
@@ -84,7 +84,7 @@ class Formula:
     rounded: bool = False
 
     def served(self, tensors: Tensors, dtype: Any) -> Any:
-        """[..., N, K] in `dtype`: the weight that is multiplied with."""
+        """Computes the weight that the kernel multiplies, [..., N, K] in `dtype`."""
         codes, scales = self.whole(tensors)
         codes = codes.float().to(dtype)
         if scales is None:
@@ -93,8 +93,8 @@ class Formula:
         return weight.float().bfloat16().to(dtype) if self.rounded else weight
 
     def expected(self, weights: Sequence[Tensors], columns: Columns) -> list[Any]:
-        """Computes the outputs of one-hot rows from a layer of these weights: one alternative [R, N] float32, or two
-        either of which is right (the orders in which a GPU's kernel may multiply by its scales)."""
+        """Computes the expected outputs of one-hot rows for a layer of these weights, [R, N] float32. It returns one
+        alternative, or two for the two orders in which a GPU kernel may multiply by scales."""
         codes, scales = self.columns(weights, columns)
         if self.top is None:
             return [_bf16(codes if scales is None else codes * scales)]
@@ -107,7 +107,7 @@ class Formula:
         return [_bf16((acc * x_scale) * scales), _bf16((acc * scales) * x_scale)]
 
     def expected_split(self, weights: Sequence[Tensors], columns: Columns, twice: Any | None) -> list[Any]:
-        """`expected` of a layer that has some inputs twice, int32 [M]: the sum of both columns. None: of any other."""
+        """Computes `expected` for a layer with duplicated inputs `twice` (int32 [M], or None): both columns' sum."""
         if twice is None:
             return self.expected(weights, columns)
         index, at = columns.index, columns.index[:, None] == twice
@@ -122,13 +122,13 @@ class Formula:
 
 
 def find(tensors: Tensors, activations: str) -> Formula:
-    """The row of a weight with these tensors.
+    """Finds the formula of a weight by its tensors' names and dtypes.
 
     Args:
-      activations: of int4 layers, "bf16" or "int8".
+      activations: how int4 layers take activations, "bf16" or "int8".
 
     Raises:
-      BridgeError("engine"): tensors that no row has.
+      BridgeError("engine"): no formula has these tensors.
     """
     given = {leaf: tensor.dtype for leaf, tensor in tensors.items() if leaf not in NO_ARRAYS}
     for formula in FORMULAS:
@@ -165,7 +165,7 @@ def _int4_whole(tensors: Tensors) -> tuple[Any, Any]:
 
 
 def _nvfp4_weight(codes: Any, scales: Any) -> Any:
-    """uint8 codes of single weights and their e4m3 scales -> code times scale, float32; scales below 2^-6 are 0."""
+    """Computes code times scale, float32, from one uint8 code for each weight; e4m3 scales below 2^-6 count as 0."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=codes.device)
     scales = torch.where(scales.float() < 2.0**-6, 0.0, scales.float())
     return torch.where(codes > 7, -1.0, 1.0) * values[(codes & 7).long()] * scales
@@ -191,7 +191,7 @@ def _zeros(tensors: Tensors) -> Any:
 
 
 def _asym_scales(tensors: Tensors, codes: Any) -> Any:
-    """The float32 number of a whole weight, once for each output, [..., N, 1]."""
+    """Expands the float32 scale of a whole weight to its outputs, [..., N, 1]."""
     return tensors["weight_tensor_scale"].float()[..., None, :].expand(*codes.shape[:-1], 1)
 
 
@@ -218,7 +218,7 @@ def _asym_whole(bits: int, middle: int, tensors: Tensors) -> tuple[Any, Any]:
 
 
 def _asym(bits: int, middle: int = 0) -> Formula:
-    """The row of an asymmetric grid; its codes count in steps of eight bits, and stand for the `middle` of them."""
+    """Makes the formula of a format with zero points: a code counts as code 2^(8 - bits) + middle."""
     codes = {f"weight_u{width}": torch.uint8 for width in formats.LANES[bits]}
     scales = {"weight_scale": torch.float8_e4m3fn, "weight_tensor_scale": torch.float32}
     return Formula(

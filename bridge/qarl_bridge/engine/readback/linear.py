@@ -1,18 +1,17 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Functional read-back: which weights do the live layers really use?
+"""Functional read-back: checks by one-hot inputs which weights the live layers use.
 
-One-hot rows are pushed through every live linear layer; what comes out is the column of the weight matrix that the
-kernel really uses, whatever layout it keeps. Expected values are computed from the staged tensors by the kernel's own
-formula, where the staged tensors are (host or GPU):
+A one-hot row sent through a linear layer returns a column of the weight matrix that its kernel uses, in any layout.
+Expected values are computed from the staged tensors by the kernel's formula, on the tensors' device (host or GPU):
 
     activations bf16    y[n] = bf16(q*s)                          exact
     8-bit ones          s_x = 1/top, x_q = top: y[n] = bf16((top*q*s_x)*s_w), top 127 (int8) or 448 (e4m3)
                         (in either order on a GPU; on a CPU in float64, rounded to float32 first)
 
 `formulas.py` has the codes q and scales s of every format. Rows of embeddings, norms and biases are compared as stored.
-Experts are read back through the fused layer itself (experts.py). On a GPU every layer is pushed first and the verdicts
-are fetched together, so that nothing waits per layer.
+Experts are read back through the fused layer (experts.py). On a GPU all layers run first, and their verdicts are
+fetched together, without a wait for each layer.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _CHUNK = 256  # one-hot rows pushed at once in "full" mode
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One published linear weight, or a plain stored one.
+    """The published tensors of one module: a linear layer, an embedding or a norm.
 
     Attributes:
-      prefix: its Hugging Face module.
-      tensors: torch tensors by leaf, all that were published for the module.
+      prefix: Hugging Face name of the module.
+      tensors: all its published torch tensors, by leaf ("weight", "weight_scale", ...).
     """
 
     prefix: str
@@ -51,30 +50,30 @@ class Weight:
 
     @property
     def first(self) -> Any:
-        """The codes, or the values."""
+        """The tensor of codes, or of unquantized values."""
         return next(tensor for leaf, tensor in self.tensors.items() if leaf not in formulas.NO_ARRAYS)
 
     @property
     def twice(self) -> Any | None:
-        """The inputs that it has twice."""
+        """The indices of duplicated inputs, int32 [M]; None if no channel is split."""
         index = self.tensors.get(INDEX)
         return None if index is None else index[0]
 
     @property
     def bias(self) -> Any | None:
-        """Its bias."""
+        """The published bias, or None."""
         return self.tensors.get("bias")
 
 
 class ReadBack:
-    """Comparisons of a live model with staged tensors.
+    """Compares a live model's weights with staged tensors.
 
     Args:
       modules: every live module by name.
-      tied: head -> embedding whose weight it shares.
-      device: where the model computes.
-      activations: what int4 layers take: "bf16" or "int8".
-      context: what a layer's call needs around it (vLLM's config context).
+      tied: name of each head that shares an embedding's weight -> the embedding's name.
+      device: the model's device.
+      activations: how int4 layers take activations: "bf16" or "int8".
+      context: makes the context manager in which layers are called (vLLM's config context).
     """
 
     def __init__(
@@ -95,12 +94,15 @@ class ReadBack:
     def compare(
         self, parts: Iterable[Mapping[str, Any]], mode: str, seed: int, *, partial: bool = False
     ) -> tuple[int, int]:
-        """(layers compared, one-hot rows pushed); BridgeError("engine") names the first layer that differs.
+        """Compares live layers with published tensors; returns counts (layers, one-hot rows).
 
         Args:
-          parts: torch tensors by Hugging Face name, on the host or on the model's device; whole layers together.
+          parts: torch tensors by Hugging Face name, on the host or on the model's device, in parts of whole layers.
           mode: "sampled" (SAMPLED_ROWS inputs of every layer, drawn from `seed`) or "full".
-          partial: they have some layers; experts may be missing.
+          partial: `parts` may lack layers, also experts.
+
+        Raises:
+          BridgeError("engine"): names the first layer that differs.
         """
         rng = np.random.default_rng(seed)
         missing = {readback_experts.prefix_of(n): n for n, m in self._modules.items() if readback_experts.is_experts(m)}
@@ -177,7 +179,7 @@ class ReadBack:
         return layers, rows
 
     def _weights(self, name: str, published: Mapping[str, Mapping[str, Any]]) -> list[Weight] | None:
-        """Collects the published tensors of a live module, in row order; None: nothing, or not all of it."""
+        """Collects the published tensors of a live module, in row order; None if any are missing."""
         if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
             prefixes = [self._tied[name]]
         else:
@@ -187,7 +189,7 @@ class ReadBack:
         return found if len(found) == len(prefixes) else None
 
     def _is_stored(self, name: str, weight: Weight) -> bool:
-        """Tells whether a module's values are compared as they are: it multiplies nothing with them."""
+        """Tells whether a module's values are compared as stored, because it is no linear layer."""
         module = self._modules[name]
         multiplies = hasattr(module, "quant_method") and "Embedding" not in type(module).__name__
         return name not in self._tied and (not multiplies or weight.first.ndim != 2)
@@ -208,7 +210,7 @@ class ReadBack:
     def _functional(
         self, name: str, module: Any, weights: list[Weight], formula: formulas.Formula, asked: Iterator[Columns]
     ) -> list[tuple[Callable[[], None], Any]]:
-        """`asked`: the one-hot rows to push, a chunk at a time."""
+        """Compares a linear layer's outputs for one-hot rows with the expected columns. asked: rows, in chunks."""
         verdicts: list[tuple[Callable[[], None], Any]] = []
         bias = getattr(module, "bias", None)
         if bias is not None:
