@@ -34,16 +34,16 @@ def run(folder, replicas, monkeypatch, kills=0):
 
     def watched(*args):
         engine = own(*args)
-        generate = engine.generate
+        draw = engine.draw
 
-        def generating(*prompts, **options):
+        def drawing(*requests, **options):
             if engine.version >= 1 and len(timers) < kills:  # one in each of the last steps
                 pids = [replica.facts.pid for replica in engine.fleet.replicas if replica.serves(engine._staged)]
                 timers.append(threading.Timer(rng.uniform(0.0, 0.3), os.kill, (rng.choice(pids), signal.SIGKILL)))
                 timers[-1].start()
-            return generate(*prompts, **options)
+            return draw(*requests, **options)
 
-        engine.generate = generating
+        engine.draw = drawing
         made.append(engine)
         return engine
 
