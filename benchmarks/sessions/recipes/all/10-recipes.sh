@@ -15,7 +15,7 @@ recipe() {
     more=(model.attention=xla rollout.max_response_len=8 rollout.engine.max_model_len=640 rollout.engine.max_num_seqs=8)
     more+=(rollout.engine.memory=given rollout.engine.kv_cache_gb=0.2 rollout.engine.threads=1 train.micro_batch_rows=1)
   }
-  on "$gpus" limited "recipe_$name" "${LIMIT:-560}" $PYTHON -m benchmarks.step_gpu --recipe "$config" --steps 2 \
+  on "$gpus" limited "recipe_$name" "${LIMIT:-560}" $PYTHON -m benchmarks.step_gpu --recipe "$config" --steps "${STEPS:-2}" \
     --folder "$MODELS/$name" ${TINY:+--layers 1} --cards "$count" --updates 1 --limit-s $((${LIMIT:-560} - 20)) \
     --log "$RESULTS/run_$name.log" --out "$RESULTS/recipes.jsonl" "$@" \
     train.prompts_per_step="$prompts" train.prompts_per_update="$prompts" "${more[@]}" || true
@@ -23,7 +23,8 @@ recipe() {
 
 long() { # MODEL GPUS OVERRIDES...: responses of the paper's length
   local gpus=$2 count=$(($(tr -cd , <<<"$2" | wc -c) + 1))
-  PROMPTS=$((2 * count)) LIMIT=900 recipe "$1_16k_$count" "$gpus" "$papers/qwen3_$1_base.yaml" arm=tbpo \
+  local left=$(bash benchmarks/offline_host.sh left)
+  PROMPTS=$((2 * count)) LIMIT=900 STEPS=$((left > 950 ? 2 : 1)) recipe "$1_16k_$count" "$gpus" "$papers/qwen3_$1_base.yaml" arm=tbpo \
     train.micro_batch_rows="$count" "${@:3}"
 }
 
