@@ -221,7 +221,11 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def specs(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Converts every panel to JSON for the page. The page shows panels with a nonzero value, and all `asked` ones."""
+    """Converts every panel to JSON for the page, which shows panels with a nonzero value, and all `asked` ones.
+
+    Args:
+      extra: names of metrics that get a panel each, with `asked` true.
+    """
     asked = [dataclasses.asdict(Panel(metric, {metric: ""})) | {"asked": True} for metric in extra]
     return [dataclasses.asdict(panel) | {"asked": False} for panel in PANELS] + asked
 

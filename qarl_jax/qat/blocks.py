@@ -188,6 +188,9 @@ class Progress:
         00008.stage_1/              checkpoints of the layer that is being trained
 
     A file is written whole and renamed. It counts once progress.json lists it.
+
+    Raises:
+      UserError: a file that progress.json lists is missing or damaged.
     """
 
     def __init__(self, work: pathlib.Path):

@@ -243,6 +243,10 @@ def run(
 
     Yields:
       (evaluation, version of the evaluated policy; 0 for `model.path`), as each is ready.
+
+    Raises:
+      UserError: `source` has no checkpoint, its policy was trained on a split of the data that this version makes
+        otherwise, or a config's model, data, reward or engine is unusable.
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)

@@ -113,10 +113,14 @@ class Replica:
             self._prepared = self.bridge.start(model_json, expected)
 
     def connect(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> messages.Facts:
-        """Connects to the bridge and takes the lease. Returns the engine's facts.
+        """Starts the bridge unless it runs, connects to it and takes the lease. Returns the engine's facts.
+
+        Args:
+          model_json, expected: config.json and the tensors of a version, for a bridge that the trainer starts.
 
         Raises:
-          UserError: no answer in `start_timeout_s`. BridgeError: as `sender.Client`; "lease": another trainer has it.
+          UserError: the bridge's process did not start or ended, or gave no answer in `start_timeout_s` seconds.
+          BridgeError: as `sender.Client`; "lease": another trainer has the lease; "auth": the key file is unusable.
         """
         config = self._config
         life = self.life = Life()
@@ -222,7 +226,8 @@ class Replica:
         return str(error) if code is None else f"{error}; exit code {code}"
 
     def hang_up(self) -> None:
-        """Closes all connections, which frees the lease."""
+        """Closes the lease's connection, which frees the lease, and idle ones. A request in flight fails ("dead") and
+        closes its own."""
         self.life.is_over = True
         while self._idle:
             with contextlib.suppress(IndexError):
