@@ -237,7 +237,11 @@ def panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
 
 
 def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[Chart]:
-    """Makes a chart for every panel with something to show, for figures."""
+    """Makes a chart for every panel with something to show, for figures.
+
+    Args:
+      window: number of steps of the running mean; 1: none. extra: names of further metrics to show.
+    """
     out = []
     for panel in panels(runs, extra):
         lines = []

@@ -274,7 +274,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 
 
 def norms(grads: Any) -> tuple[Array, Array]:
-    """Computes (`global_norm`, `clipping_norm`) of all gradients."""
+    """Computes (`global_norm`, `clipping_norm`) of all gradients, float32 scalars."""
     return global_norm(grads), clipping_norm(grads)
 
 
@@ -343,7 +343,7 @@ def advance(
 
 
 def counted(count: Array, grad_norm: Array) -> Array:
-    """Returns the count of updates after one whose gradients have this norm; 0 and NaN do not count."""
+    """Returns the count of updates, int32, after one whose gradients have this norm; 0, inf and NaN do not count."""
     return jnp.where(_moves(grad_norm), optax.safe_increment(count), count)
 
 

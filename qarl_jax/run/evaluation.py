@@ -83,7 +83,11 @@ def evaluate(
     num_samples: int,
     key: int,
 ) -> Evaluation:
-    """Samples and grades `num_samples` responses to each prompt under the engine's published version."""
+    """Samples and grades `num_samples` responses to each prompt under the engine's published version.
+
+    Args:
+      key: seed of the draws, in [0, 2**63). tokenizer: the policy's, which decodes responses for the grader.
+    """
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
     with progress.task("grading"):
         groups, parts = grader.grade(tokenizer, prompts, completions)

@@ -166,7 +166,8 @@ def is_first() -> bool:
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Puts a host array that every process has onto the mesh; each process sends only its devices' shards."""
+    """Puts a host array that every process has onto the mesh: an array of its shape. Each process sends only its
+    devices' shards."""
     x = np.asarray(x)
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)

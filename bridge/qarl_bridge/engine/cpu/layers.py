@@ -44,7 +44,7 @@ _QUERIES = 256  # of a prompt handled at once, which bounds the memory of the sc
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """Computes RMSNorm of x [..., D] float32; returns [..., D] in `dtype`."""
+    """Computes RMSNorm of x [..., D] float32, with gains `weight` [D] (None: ones); returns [..., D] in `dtype`."""
     r = (1 / torch.sqrt(x.double().square().mean(dim=-1, keepdim=True) + eps)).float()
     y = x * r
     return (y if weight is None else y * weight.float()).to(dtype)
