@@ -537,7 +537,8 @@ def examine(
     """Yields all checks, in the order of the report.
 
     Args:
-      probes: start the engine too, if no check before has failed.
+      cfg: the run; None: check the machine alone.
+      probes: also start the run's own vLLM, if no check before has failed.
       tell: called with a line of text before a slow check.
     """
     failed = False

@@ -158,11 +158,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
-    """Prints the resolved config and the memory plan, also for GPUs that this machine lacks; returns the exit code.
+    """Prints the resolved config and the memory plan, also for GPUs that this machine lacks; returns exit code 0.
 
     Args:
       gpus: number of GPUs; None: those of this machine.
-      size: bytes of memory of each; None: as this machine's first GPU.
+      size: bytes of memory of each; None: as this machine's first device; a CPU has no plan.
+
+    Raises:
+      UserError: the run does not fit, the mesh has more devices than `gpus`, or data or model cannot be read. Prompts
+        that are not on this machine are no error.
     """
     if gpus is not None:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))

@@ -35,6 +35,9 @@ def read_folder(path: str) -> tuple[dict[str, Any], dict[str, messages.Expected]
     """Reads a model folder: (config.json, expected tensors by name, whether the folder holds weights).
 
     The tensors come from the safetensors headers, or, for a folder without weights, from its tensors.json.
+
+    Raises:
+      BridgeError("setup"): a file is missing or cannot be read.
     """
     try:
         with open(os.path.join(path, "config.json"), encoding="utf-8") as file:

@@ -93,6 +93,7 @@ class Packed:
 def mini_batches(num_prompts: int, prompts_per_update: int, *, seed: int, step: int, epoch: int) -> list[np.ndarray]:
     """Returns the prompt indices of each optimizer update of one epoch; a pure function of its arguments.
 
+    An entry is an int64 array [prompts_per_update]; the last may be shorter.
     Epoch 0 keeps the sampling order (already a shuffle of the data set); later epochs are shuffled.
     """
     order = np.arange(num_prompts)

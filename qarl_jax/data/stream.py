@@ -104,7 +104,7 @@ class PromptStream:
         return int(self._part_order[part, epoch][at])
 
     def eligible(self, step: int) -> np.ndarray:
-        """Returns the source indices from which a step may draw more prompts: sources with a weight above 0."""
+        """Returns the source indices, int64 [n], from which a step may draw more prompts: those with weight above 0."""
         if self.curriculum is None:
             return np.arange(len(self.source))
         weights = self.curriculum.weights(step)

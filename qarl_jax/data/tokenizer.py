@@ -63,7 +63,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Returns the ids that end a response: the tokenizer's eos token and those of generation_config.json in `path`."""
+    """Returns the ids that end a response: the tokenizer's eos token and those of generation_config.json in `path`.
+
+    Raises:
+      UserError: generation_config.json cannot be read, or its eos_token_id is no number or list of numbers.
+    """
     ids = [int(tokenizer.eos_token_id)]
     file = os.path.join(os.fspath(path), "generation_config.json") if path is not None else ""
     if file and os.path.isfile(file):

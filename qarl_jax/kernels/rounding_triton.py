@@ -73,6 +73,7 @@ def codes(
     Args:
       x: floats, or codes.
       rounded: function that rounds float32 of magnitude at most `largest`, with random bits (`stochastic.to_int8`).
+      dtype: the codes' dtype. tile: shape of a program's block.
       interpret: run without a GPU in Pallas' interpreter (tests).
     """
     a, b = x.shape

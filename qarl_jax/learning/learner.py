@@ -464,6 +464,7 @@ class Learner:
         """Adds one micro-batch's gradient to `grads` (donated).
 
         Args:
+          params, qweights: masters, and their QTensors from `quantize`.
           old_logprobs: [B, T] float32 from `score` on these rows, or None when the whole rollout batch is one update:
             the proximal policy is then the current one (stop-gradient).
           num_tokens, num_sequences: response tokens and non-empty responses of the whole optimizer mini-batch.

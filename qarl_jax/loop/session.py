@@ -46,6 +46,9 @@ class Session:
       state: masters and optimizer state; `train_step` replaces it.
       engine: the sampler (`qarl_jax.rollout.RolloutEngine`).
       step: number of the next step, which is the served version of the policy.
+
+    Raises:
+      UserError: the config has a critic, a reference policy (`kl.coef`) or asynchronous training.
     """
 
     def __init__(self, cfg: RunConfig):

@@ -413,7 +413,11 @@ class Updates:
         )
 
     def fit_critic(self, critic: Critic, batch: MiniBatch, place: str) -> dict[str, Metric]:
-        """Makes one update of the critic and returns its metrics. `place` names the step and update in errors."""
+        """Makes one update of the critic and returns its metrics. `place` names the step and update in errors.
+
+        Raises:
+          DivergedError: the critic's gradient is not finite.
+        """
         with self._timer("critic"):
             fitted = critic.update(batch.micros, batch.targets, batch.packed.num_tokens, batch.packed.num_sequences)
             if float(jax.device_get(fitted["critic/nonfinite"].value)):

@@ -132,6 +132,9 @@ def loss_from_config(config: Any, *, max_response_len: float | None = None) -> L
     Args:
       config: e.g. `tbpo.Config()`.
       max_response_len: the run's limit on response tokens, used if the config sets none.
+
+    Raises:
+      UserError: `config` is not the Config of an objective in `LOSSES`.
     """
     if type(config) not in LOSSES:
         known = ", ".join(f"{c.__module__}.{c.__name__}" for c in LOSSES)

@@ -169,7 +169,7 @@ def padded(rewards: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
 
 
 def finite(rewards: np.ndarray) -> np.ndarray:
-    """Checks that all rewards are finite, and returns them.
+    """Checks that all rewards, of any shape, are finite, and returns them.
 
     Raises:
       UserError: a reward is not finite.

@@ -51,7 +51,11 @@ class Config(Shared):
 
 
 def binary_divergence(logp: Float[Array, ...], logq: Float[Array, ...], kind: str) -> Float[Array, ...]:
-    """Computes the divergence of Bernoulli(p) from Bernoulli(q), in nats for `kl`; log-probs above 0 count as 0."""
+    """Computes the divergence of Bernoulli(p) from Bernoulli(q) from log-probs of one shape, which count as at most 0.
+
+    Args:
+      kind: "tv" for |p - q|; "kl" for KL(q || p) in nats.
+    """
     logp, logq = jnp.minimum(logp, 0.0), jnp.minimum(logq, 0.0)
     p, q = jnp.exp(logp), jnp.exp(logq)
     if kind == "tv":

@@ -21,11 +21,11 @@ responses need wider bands. With d_t = logprobs - old_logprobs of a response of 
     length    sqrt(4096 / L)
     spread    sqrt(4096 / L) max(1, s / spread_ref),   s^2 = sum_t (d_t - mean d)^2 / (L - 1)
 
-s sqrt(1 / L) is the standard error of the response's mean log-ratio, so with `spread` an edge is the same number of
-standard errors for every scheme and length. s is large under coarse schemes: a small update changes few codes by whole
-steps, and with them single tokens' log-probs by much. s does not depend on the mean, which the band limits. The max
-with 1 keeps the bands where a response has one token, or where no log-prob has changed. The factors depend on one
-response alone, so that micro-batches and packing do not matter, and have no gradient.
+s sqrt(1 / L) is the standard error of the response's mean log-ratio. So with `spread` and s above spread_ref an edge is
+the same number of standard errors for every scheme and length. s is large under coarse schemes: a small update changes
+few codes by whole steps, and with them single tokens' log-probs by much. s does not depend on the mean, which the band
+limits. Below spread_ref, for example in a response of one token, the max with 1 gives the bands of `length`. The
+factors depend on one response alone, so that micro-batches and packing do not matter, and have no gradient.
 """
 
 from __future__ import annotations

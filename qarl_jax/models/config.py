@@ -212,7 +212,7 @@ class ModelConfig:
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """The layers as runs of equal signature, in order."""
+        """The layers as runs of equal `signature`, in order; a layer in `splits` begins a new run."""
         out: list[Stack] = []
         for layer in range(self.num_layers):
             if out and layer not in self.splits and self.signature(layer) == self.signature(layer - 1):

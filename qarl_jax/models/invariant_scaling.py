@@ -92,7 +92,7 @@ def _over(x: jax.Array, scale: Any) -> jax.Array:
 
 
 def kernels(params: nnx.State, qweights: nnx.State) -> list[tuple[jax.Array, QTensor]]:
-    """Lists (master, QTensor) for every weight that has a QTensor, in model order."""
+    """Lists (master [*stack, N, K], QTensor) for every weight that has a QTensor, in model order."""
     masters = dict(nnx.to_flat_state(params))
     return [(masters[(*keys[:-1], "kernel")].get_value(), q.get_value()) for keys, q in nnx.to_flat_state(qweights)]
 

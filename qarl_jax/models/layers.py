@@ -130,7 +130,7 @@ class Linear(nnx.Module):
         return round_to(y.astype(jnp.float32) + d.astype(jnp.float32), x.dtype)
 
     def held(self, dtype: Any) -> tuple[jax.Array, Any]:
-        """Returns the master, and the product's operand: codes and scales, or the master rounded to `dtype`. An
+        """Returns the master [*stack, N, K], and the product's operand: its QTensor, or it rounded to `dtype`. An
         all-gather of the operand moves one or two bytes per weight and not the master's four."""
         master = self.kernel.get_value()
         if self.quantized is not None:
@@ -236,7 +236,7 @@ class RMSNorm(nnx.Module):
         return round_to(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
 
     def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (norm(residual + delta), residual + delta), the sum rounded to the compute dtype. The norm reads the
+        """Returns (norm(residual + delta), residual + delta), [..., D] in the compute dtype. The norm reads the
         rounded sum if `Numerics.round_sum_before_norm` is set, else the exact one."""
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
         stored = round_to(total, self.dtype)
@@ -264,8 +264,9 @@ lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = PLAIN) -> jax.Array:
-    """Computes silu(gate) * up in float32 or float64, rounded to the input dtype. `numerics` decides whether silu(gate)
-    is also rounded, and whether it is an IEEE division or the compiler's product with a reciprocal (an ulp off)."""
+    """Computes silu(gate) * up, [..., F], in float32 or float64, rounded to gate's dtype. `numerics` decides whether
+    silu(gate) is also rounded, and whether it is an IEEE division or the compiler's product with a reciprocal (an ulp
+    off)."""
     if numerics.float64:
         return round_to(_float64_swiglu(gate, up), gate.dtype)
     rounded, divided = numerics.round_silu, numerics.divided_silu

@@ -170,7 +170,7 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
 
 
 def tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
-    """Divides logits by the temperature; with `float64_log_softmax` in float64, as the engine does."""
+    """Divides float32 logits [..., V] by the temperature; with `float64_log_softmax` in float64, as the engine does."""
     if temperature == 1 or not _wide_softmax(numerics):
         return logits / temperature
     return from_float64(lambda z: z / float(np.float32(temperature)), logits)

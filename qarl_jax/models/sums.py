@@ -67,7 +67,7 @@ def total(sums: nnx.State, grads: nnx.State, *, inside: bool) -> nnx.State:
 
 
 def added(total: jax.Array, grad: jax.Array) -> jax.Array:
-    """Adds `grad` to `total` in float32 and rounds to the dtype of `total`."""
+    """Adds `grad` to `total`, of one shape, in float32 and rounds to the dtype of `total`."""
     return (total.astype(jnp.float32) + grad.astype(jnp.float32)).astype(total.dtype)
 
 

@@ -59,6 +59,7 @@ def rounding_seed(count: Any, number: int, first: Any = None) -> Array:
     """Makes the seed of a rounding, a uint32 scalar, from the numbers of the update and of the leaf.
 
     Args:
+      count: int32 or uint32 scalar, the number of the update. number: the leaf's.
       first: uint32, the leaf's element at which the rounded slice begins; None: 0.
     """
     # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.

@@ -221,7 +221,11 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def specs(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Converts every panel to JSON for the page. The page shows panels with a nonzero value, and all `asked` ones."""
+    """Converts every panel to JSON for the page, which shows panels with a nonzero value, and all `asked` ones.
+
+    Args:
+      extra: names of metrics that get a panel each, with `asked` true.
+    """
     asked = [dataclasses.asdict(Panel(metric, {metric: ""})) | {"asked": True} for metric in extra]
     return [dataclasses.asdict(panel) | {"asked": False} for panel in PANELS] + asked
 
@@ -233,7 +237,11 @@ def panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
 
 
 def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[Chart]:
-    """Makes a chart for every panel with something to show, for figures."""
+    """Makes a chart for every panel with something to show, for figures.
+
+    Args:
+      window: number of steps of the running mean; 1: none. extra: names of further metrics to show.
+    """
     out = []
     for panel in panels(runs, extra):
         lines = []

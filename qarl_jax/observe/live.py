@@ -60,12 +60,12 @@ class Server(http.server.ThreadingHTTPServer):
     """The HTTP server of the page and its data.
 
     Args:
-      paths: run folders; a run need not have trained a step yet.
+      paths: run folders, or folders with runs in them; a run need not have trained a step yet.
       host: address to listen on. port: 0 takes a free one.
-      extra: further metrics to show.
+      extra: names of further metrics to show.
 
     Raises:
-      UserError: the port is taken, or the host is not this machine's.
+      UserError: there is nothing at a path, the port is taken, or the host is not this machine's.
     """
 
     daemon_threads = True

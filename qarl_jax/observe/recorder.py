@@ -367,6 +367,9 @@ class Observer:
         Args:
           step: greater than every step recorded before.
           metrics: maps names to Mean, Max, number, bool, string, None, or a scalar array.
+
+        Raises:
+          ValueError: `step` is not greater than the last step in metrics.jsonl.
         """
         last = self.latest()
         if last is not None and step <= last:

@@ -61,6 +61,9 @@ class Follower:
       loss: the run's loss.
       most: most tokens recorded per response; of a longer one half at its beginning, half at its end; 0: none.
       rows: static upper bound on the number of picks, so that one program fits every step.
+
+    Raises:
+      ValueError: there are more picks than `rows`.
     """
 
     def __init__(self, picks: Sequence[Pick], loss: Objective, *, most: int, rows: int):

@@ -150,6 +150,8 @@ class Update:
     def compile_ahead(self, state: Any, grads: Any) -> list[jax.stages.Compiled]:
         """Compiles and returns the programs of a call with such a state and such gradients.
 
+        A call in several groups ends with a small program that makes the metrics. It is compiled in the first call.
+
         Args:
           state, grads: abstract arrays with shardings; the state as `resting` returns it.
         """

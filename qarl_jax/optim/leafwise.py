@@ -146,6 +146,8 @@ class Optimizer:
         """Computes one parameter's update, float32, and its new moments.
 
         Args:
+          leaf: the parameter's rule and number. scalars: `scalars` of the update.
+          grad, param: arrays of one shape, in any float dtype. moments: as they are stored.
           first: uint32 scalar: number of the parameter's element at which `param` begins, if it is a slice of layers.
         """
         grad, param = grad.astype(jnp.float32), param.astype(jnp.float32)
@@ -272,7 +274,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 
 
 def norms(grads: Any) -> tuple[Array, Array]:
-    """Computes (`global_norm`, `clipping_norm`) of all gradients."""
+    """Computes (`global_norm`, `clipping_norm`) of all gradients, float32 scalars."""
     return global_norm(grads), clipping_norm(grads)
 
 
@@ -294,6 +296,7 @@ def asked(
     """Computes (float32 updates, new moments) of some masters by `Optimizer.step`, without a check of the gradient.
 
     Args:
+      leaves, params, moments, grads: one entry per master, in one order; `moments` as they are stored.
       count: int32, number of earlier updates.
       norm: `clipping_norm` of all gradients of the model, not of `grads` alone.
       first: as in `Optimizer.step`.
@@ -340,7 +343,7 @@ def advance(
 
 
 def counted(count: Array, grad_norm: Array) -> Array:
-    """Returns the count of updates after one whose gradients have this norm; 0 and NaN do not count."""
+    """Returns the count of updates, int32, after one whose gradients have this norm; 0, inf and NaN do not count."""
     return jnp.where(_moves(grad_norm), optax.safe_increment(count), count)
 
 
@@ -371,6 +374,7 @@ def update(
     """Updates all masters by `advance`. It can be jitted with `state` and `params` donated.
 
     Args:
+      grads, params: trees of equal structure.
       keep: bool scalar; if it is false the update is skipped, as under a gradient of zero.
 
     Returns:

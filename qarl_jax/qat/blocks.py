@@ -188,6 +188,9 @@ class Progress:
         00008.stage_1/              checkpoints of the layer that is being trained
 
     A file is written whole and renamed. It counts once progress.json lists it.
+
+    Raises:
+      UserError: a file that progress.json lists is missing or damaged.
     """
 
     def __init__(self, work: pathlib.Path):
@@ -372,7 +375,7 @@ class Blocks:
         )
 
     def tail(self) -> tuple[jax.Array, jax.Array]:
-        """Returns the output head in the compute dtype, and the final norm's gains in float32."""
+        """Returns the output head [V, D] in the compute dtype, and the final norm's gains [D] in float32."""
         config, names = self.job.config, hf_names(self.job.config)
         head_name = str(names["embed.kernel" if config.tie_embeddings else "head.kernel"])
         table = self.checkpoint.tensor(head_name, (config.vocab_size, config.hidden_size))

@@ -96,7 +96,11 @@ def distill(
 
 
 def perplexity(graphdef: Any, masters: nnx.State, tokens: Int[np.ndarray, "H T"], batch: int) -> float:
-    """Computes the perplexity of rows, without their first tokens, under the graphdef's scheme."""
+    """Computes exp(mean negative log-likelihood) of all tokens but each row's first, under the graphdef's scheme.
+
+    Args:
+      tokens: rows [H, T], unpadded. batch: rows per forward pass.
+    """
 
     @functools.partial(jax.jit)
     def of(masters: Any, qweights: Any, rows: jax.Array) -> jax.Array:

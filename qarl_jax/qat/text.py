@@ -34,6 +34,7 @@ def rows(
       cfg: the data source, with its held-out share; None: sample text from the model.
       model: the model's folder. config: its config, in full precision.
       count: number of training rows. heldout: number of held-out rows, at most. length: tokens of a row.
+      seed: seed of the order of the data, or of the sampled text.
 
     Raises:
       UserError: the source has too little text.

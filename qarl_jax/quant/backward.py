@@ -113,7 +113,7 @@ def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[
 
     Args:
       axis: the axis along which x will be contracted; elements along it share a scale.
-      seed: uint32 scalar.
+      grid: the codes' format. seed: uint32 scalar.
     """
     scale, inverse = _scales(x, axis, grid)
     y = jnp.clip(x * inverse, -grid.largest, grid.largest)
@@ -180,6 +180,7 @@ def gradients(
     """Computes (dX [M, K] in dY's dtype, dMaster [N, K] in dtype `master`) from 8-bit codes; each is rounded once.
 
     Args:
+      backward: format and seed of the codes.
       dy: cotangent of the layer's output.
       used: activations [M, K] as the forward used them: an array, or codes and scales [M, 1].
       weight: [N, K]: a QTensor, or an array in the compute dtype.

@@ -167,7 +167,8 @@ def expert_dot(
 
 
 def sum_of_shards(sums: Sequence[jax.Array]) -> jax.Array:
-    """Adds what the shards of a tensor-parallel engine have rounded: by rank, in float32, rounded once."""
+    """Adds what the shards of a tensor-parallel engine have rounded, arrays of one shape: by rank, in float32, rounded
+    once to their dtype."""
     if len(sums) == 1:
         return sums[0]
     return round_to(functools.reduce(jnp.add, (y.astype(jnp.float32) for y in sums)), sums[0].dtype)

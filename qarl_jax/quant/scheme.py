@@ -120,6 +120,6 @@ class Scheme:
           product: the contractions: `Dense` with one weight, or `Ragged` with the weights of experts.
 
         Returns:
-          [M, N] in float32, not yet rounded to the compute dtype.
+          [M, N] in float32, not yet rounded to the compute dtype; or in the compute dtype, rounded once.
         """
         raise NotImplementedError

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A grading process: one JSON task per line on stdin, one JSON answer per line on stdout (see `pool.py`).
 
-It is run as a script and imports nothing of qarl_jax, so it holds no JAX and no device. It expects to be killed:
+It is run as a script and imports nothing of qarl_jax, so it holds no JAX. Only a reward model ("model") takes a GPU. It
+expects to be killed:
 symbolic algebra on model output can hang inside native code, which no Python timeout reaches, or ask for all memory. A
 user's function may do anything. It leads a process group of its own, which is killed with it.
 """

@@ -36,7 +36,11 @@ class Config:
 
 
 class Reward(BaseReward):
-    """Gives a penalty from 0 to -1 to responses that come near the length limit."""
+    """Gives a penalty from 0 to -1 to responses that come near the length limit.
+
+    Raises:
+      UserError: `buffer_len` exceeds the limit.
+    """
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.buffer_len = cfg.buffer_len

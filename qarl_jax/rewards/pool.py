@@ -3,9 +3,10 @@
 """Worker processes for grading, with a hard deadline per task.
 
 Symbolic verifiers run on text that a model wrote. Some texts take minutes, some never return, some crash the
-interpreter; a user's function may do all of that. So each worker is a process of its own (`_worker.py`: no JAX, no
-accelerator) and leads a process group. A task that misses its deadline gets no score; its worker is killed with all
-that it started, and replaced. Workers are also replaced after `recycle_after` tasks, because sympy's caches grow.
+interpreter; a user's function may do all of that. So each worker is a process of its own (`_worker.py`, without JAX)
+and leads a process group. It sees no GPU, except those that a reward model runs on. A task that misses its deadline
+gets no score; its worker is killed with all that it started, and replaced. A task whose worker ended by itself runs
+once more. Workers are also replaced after `recycle_after` tasks, because sympy's caches grow.
 
 Workers that run or evaluate what a policy wrote are jailed (`jail.py`): programs, and expressions that math-verify and
 reasoning-gym's scorers evaluate. A user's function or environment is not jailed: it has all rights of its user.
@@ -239,7 +240,11 @@ def _stop_all(workers: list[Worker | None]) -> None:
 
 
 class Worker:
-    """A worker process and its two pipes."""
+    """A worker process and its two pipes.
+
+    Raises:
+      UserError: the process does not start, for example because a package is missing.
+    """
 
     def __init__(self, pool: WorkerPool):
         self.served = 0

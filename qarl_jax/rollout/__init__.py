@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout engines: programs that sample completions from a published version of the policy.
 
-    engine.publish(PolicyWeights(graphdef, params, qweights), version=3)
+    engine.publish(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), version=3)
     groups = engine.generate(prompts, num_samples=8, sampling=SamplingConfig(max_response_len=256), key=1234)
     groups[i][j]        # the j-th Completion of prompts[i]
     more = engine.extend(requests, sampling=SamplingConfig(max_response_len=64))    # continues responses
@@ -217,7 +217,11 @@ ENGINES: dict[str, Callable[..., RolloutEngine]] = {
 
 
 def make_engine(name: str, config: Any = None, **options: Any) -> RolloutEngine:
-    """Builds the engine that `ENGINES` lists under `name`, from that engine's Config (None: its defaults)."""
+    """Builds the engine that `ENGINES` lists under `name`, from that engine's Config (None: its defaults).
+
+    Raises:
+      UserError: `ENGINES` has no such name.
+    """
     if name not in ENGINES:
         raise UserError(f"rollout.engine: no engine {name!r}; there are {', '.join(ENGINES)}")
     return ENGINES[name](config, **options)

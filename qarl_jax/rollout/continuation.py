@@ -51,6 +51,7 @@ def in_chunks(
 
     Args:
       extend: draws a piece of each response, in the order of the requests, as `RolloutEngine.extend` does.
+      sampling: settings of the whole response, whose limit is `max_response_len`.
     """
     limits = [min(request.max_tokens, sampling.max_response_len) for request in requests]
     drawn = {index: begin(request.prompt) for index, request in enumerate(requests)}
@@ -124,7 +125,7 @@ def joined(before: Completion, added: Completion, max_response_len: int) -> Comp
 
 
 def ended(response: Completion, max_response_len: int) -> Completion:
-    """Ends a response that is unfinished at the limit."""
+    """Returns an unfinished response of `max_response_len` tokens with finish_reason "length", any other unchanged."""
     if response.finish_reason != UNFINISHED or len(response.tokens) < max_response_len:
         return response
     return dataclasses.replace(response, finish_reason="length")

@@ -62,7 +62,11 @@ class Config:
         at_least(self, 3 if self.schedule == "code" else 2, "stages")
 
     def check(self, loss: Any) -> None:
-        """Refuses a section `loss` that assumes equal policies in sampler and learner."""
+        """Refuses a section `loss` that assumes equal policies in sampler and learner.
+
+        Raises:
+          UserError: the loss corrects no mismatch, and its ratio is not the sampler's.
+        """
         if loss.mismatch == "none" and loss.ratio != "sampler":
             raise UserError(
                 f"rollout.norm_noise: the sampler is not the learner then, and loss.name={loss.name} does not correct"

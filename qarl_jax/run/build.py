@@ -111,6 +111,10 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
 
     Args:
       numerics: the learner's arithmetic; None: the config's.
+
+    Raises:
+      UserError: config.json is missing or unsupported, a frozen weight was released under another scheme, or
+        `rollout.router_replay` is on and the model is no MoE model.
     """
     numerics = dataclasses.replace(
         numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto", shards=cfg.numerics.shards
@@ -330,6 +334,9 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = la
 
     Args:
       say: called with remarks for the user, as on prompts left out.
+
+    Raises:
+      UserError: there is no prompt, or `eval.data` and the run's environment differ in template or chat_args.
     """
     if cfg.eval.data is not None:
         of_prompts, of_turns = ((each.template == "chat", dict(each.chat_args)) for each in (cfg.eval.data, cfg.data))

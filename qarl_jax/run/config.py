@@ -523,11 +523,12 @@ class RunConfig:
 
 
 def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads the configuration of a run.
+    """Reads the configuration of a run. A config without run_dir gets runs/STEM, with the stem of the file's name.
 
     Args:
-      file: YAML file, or a shipped one's name (`shipped.py`); None: defaults and overrides alone.
-      overrides: "section.field=value" strings; "arm=NAME" selects a run from the file's tables (in run_dir/NAME).
+      file: YAML file, a folder with a config.yaml, or a shipped config's name; None: defaults and overrides alone.
+      overrides: "section.field=value" strings; "arm=NAME" selects a run from the file's tables. Its folder is
+        run_dir/NAME, unless an override sets run_dir.
 
     Raises:
       UserError: a mistake in the configuration; the message names its place and what would be right.

@@ -83,7 +83,11 @@ def evaluate(
     num_samples: int,
     key: int,
 ) -> Evaluation:
-    """Samples and grades `num_samples` responses to each prompt under the engine's published version."""
+    """Samples and grades `num_samples` responses to each prompt under the engine's published version.
+
+    Args:
+      key: seed of the draws, in [0, 2**63). tokenizer: the policy's, which decodes responses for the grader.
+    """
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
     with progress.task("grading"):
         groups, parts = grader.grade(tokenizer, prompts, completions)
@@ -243,6 +247,10 @@ def run(
 
     Yields:
       (evaluation, version of the evaluated policy; 0 for `model.path`), as each is ready.
+
+    Raises:
+      UserError: `source` has no checkpoint, its policy was trained on a split of the data that this version makes
+        otherwise, or a config's model, data, reward or engine is unusable.
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)

@@ -211,7 +211,11 @@ def named_sharding(
     mesh: Mesh | AbstractMesh,
     name: str = "array",
 ) -> NamedSharding:
-    """Returns the NamedSharding of an array of `shape`; a dimension that its mesh axes do not divide stays whole."""
+    """Returns the NamedSharding of an array of `shape`; a dimension that its mesh axes do not divide stays whole.
+
+    Raises:
+      UserError: there are more or fewer `axes` than dimensions; the message begins with `name`.
+    """
     if len(axes) != len(shape):
         raise UserError(f"{name}: {len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
     rules = AXIS_RULES

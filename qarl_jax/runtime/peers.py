@@ -144,7 +144,8 @@ class _Watcher(threading.Thread):
         os._exit(code)
 
     def end(self, number: int) -> None:
-        """Ends this process because process `number` did."""
+        """Ends this process at once, with exit code 1 and a message, because process `number` ended. Does nothing if
+        `fail` is ending it."""
         if self.failed:
             return  # `fail` ends it
         self.tell(b"%08d" % number)

@@ -14,8 +14,9 @@ Everything else has an owner:
     interrupts, errors while writing                             any process; all act on them (`any_of`, `together`)
     the contents of an array that lies on several hosts          all, by a gather (`fetch`)
 
-In a run of one process these functions do nothing. In a run of several, all processes must call the communicating ones
-in one order, from the main thread: they use the collectives that training uses.
+In a run of one process no function communicates: each returns what the process itself has. In a run of several, all
+processes must call the communicating ones in one order, from the main thread: they use the collectives that training
+uses.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ def is_first() -> bool:
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Puts a host array that every process has onto the mesh; each process sends only its devices' shards."""
+    """Puts a host array that every process has onto the mesh: an array of its shape. Each process sends only its
+    devices' shards."""
     x = np.asarray(x)
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)

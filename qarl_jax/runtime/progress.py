@@ -76,7 +76,11 @@ def running() -> list[Task]:
 
 @contextlib.contextmanager
 def task(name: str, total: float | None = None, unit: str = "") -> Iterator[Task]:
-    """Registers a `Task` while the block runs."""
+    """Registers a `Task` while the block runs, and yields it.
+
+    Args:
+      total: amount of work in `unit`, e.g. responses; None: unknown.
+    """
     made = Task(name, total, unit)
     with _lock:
         _tasks.append(made)

@@ -420,7 +420,7 @@ class _Builder:
         return plain
 
     def deep(self, value: Any) -> Any:
-        """`plain` all the way down, for fields that take anything."""
+        """Applies `plain` to a value and all it contains, for fields of any type; keys become str, tuples lists."""
         value = self.plain(value)
         if isinstance(value, Mapping):
             return {str(key): self.deep(item) for key, item in value.items()}

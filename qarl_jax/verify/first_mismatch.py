@@ -23,6 +23,7 @@ def at(path: str, scheme: str, engine_name: str, options: ladder.Options, file: 
 
     Args:
       path: model folder of the policy, exported at that step. file: the run's first_mismatch.jsonl.
+      scheme, engine_name, options: as `ladder.climb` takes them.
 
     Returns:
       {"found": the run's record without the sequence, "where": `layers.first_difference`, "first_broken": name or None}

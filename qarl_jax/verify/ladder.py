@@ -330,6 +330,10 @@ class Options:
 def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any = lambda rung: None) -> dict[str, Any]:
     """Runs the comparisons of the ladder in order, and calls `show` with the result of each.
 
+    Args:
+      path: model folder. scheme: scheme of all weights, e.g. "w4a16".
+      engine_name: the live vLLM's arithmetic, "cpu" or "cuda".
+
     Returns:
       {"rungs": [...], "aligned": mismatch, "unaligned": mismatch, "first_broken": name or None, ...}
     """

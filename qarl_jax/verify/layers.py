@@ -139,6 +139,7 @@ def first_difference(
 
     Args:
       probe: `VllmEngine.probe` of an engine that holds `weights`.
+      sequence: token ids of the prefill.
     """
     model = models.merge(weights.graphdef, weights.params, weights.qweights)
     for number in range(model.config.num_layers):

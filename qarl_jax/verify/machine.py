@@ -60,7 +60,7 @@ def amount(nbytes: float) -> str:
 
 
 def check(name: str, good: bool, found: str, todo: str, otherwise: Status = "fail") -> Check:
-    """Makes a check: ok if `good`, otherwise a warning or failure (`otherwise`) with what to do."""
+    """Makes a `Check`: ok if `good`, otherwise with status `otherwise` ("warn" or "fail") and what to do."""
     if good:
         return Check(name=name, status="ok", found=found)
     return Check(name=name, status=otherwise, found=found, todo=todo)

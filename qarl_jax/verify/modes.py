@@ -118,6 +118,9 @@ def compare_modes(
 ) -> dict[str, Any]:
     """Compares one policy in two engines: op by op, and in the mode of a run (op by op again on a CPU).
 
+    Args:
+      path, scheme, engine_name, options: as in `ladder.climb`. show: called with each `Rung`.
+
     Returns:
       {"rungs": [...], "modes": [...], "tokens_per_s": [...], "first_broken": name or None, ...}
     """

@@ -568,6 +568,9 @@ class Client:
     ) -> list[messages.Drawn]:
         """Samples completions; returns them in the order of `draws`.
 
+        Args:
+          sampling: settings of all draws. on_progress: called with each Progress that the bridge sends meanwhile.
+
         Raises:
           BridgeError: a request exceeds the engine's limits ("limits"), or the engine has no weights yet ("bad_state")
             or none that can be trusted after a failed load ("fenced").

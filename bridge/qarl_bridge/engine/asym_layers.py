@@ -90,7 +90,7 @@ class AsymmetricLayer(CompressedTensorsScheme):
 
     @staticmethod
     def inputs(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Gathers activations for the weight's columns: duplicated inputs twice; index K selects a zero."""
+        """Gathers activations [..., K] for the weight's columns: duplicated inputs twice; index K selects a zero."""
         index = getattr(layer, formats.INDEX, None)
         return x if index is None else torch.nn.functional.pad(x, (0, 1)).index_select(-1, index)
 

@@ -117,7 +117,18 @@ class VllmEngine:
         shard: Shard = Shard(),
         base: Sequence[one_base.Place] = (),
     ):
-        """base: buffers in the trainer's memory with weights that `expected` does not list."""
+        """Starts the engine, on this process's GPU or on the CPU.
+
+        Args:
+          path: the model folder. config: its config.json.
+          expected: dtype and shape of every tensor of a version, by name.
+          has_weights: True if the folder has weights, which are loaded.
+          options: the engine's options. shard: the part of the model that this process computes.
+          base: buffers in the trainer's memory with weights that `expected` does not list.
+
+        Raises:
+          BridgeError("setup"): vLLM cannot be imported, or cannot serve this model with these options.
+        """
         self.expected, self.has_weights, self._shard = expected, has_weights, shard
         activations = _int4_activations(config)
         _prepare_environment(activations == "int8")

@@ -71,7 +71,7 @@ class NvFp4Layer(NvFp4LinearKernel):
             layer.bias.data.copy_(given.bias)
 
     def shared(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns weight and scales in this kernel's layout: views of the trainer's memory, or a converted copy."""
+        """Returns weight and scales in the layout of `held`: views of the trainer's memory, or a converted copy."""
         return self.held(*packed(given.words, given.scales))
 
     @abc.abstractmethod

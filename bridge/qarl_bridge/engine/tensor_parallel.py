@@ -42,7 +42,17 @@ _LAST_WORDS_S = 3.0  # for a shard that failed to say why, before all end
 
 
 class ShardedEngine:
-    """A tensor-parallel engine over several processes; implements `engine_api.Engine`. Arguments as of `VllmEngine`."""
+    """A tensor-parallel engine over several processes; implements `engine_api.Engine`.
+
+    Args:
+      path: the model folder. config: its config.json.
+      expected: dtype and shape of every tensor of a version, by name.
+      has_weights: True if the folder has weights, which are loaded.
+      options: the engine's options; `tensor_parallel_size` is the number of processes.
+
+    Raises:
+      BridgeError: an engine cannot start ("setup"), or a shard is gone ("engine").
+    """
 
     def __init__(
         self,

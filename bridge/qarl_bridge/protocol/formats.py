@@ -133,7 +133,12 @@ def live_module(name: str) -> str:
 def arguments(
     bits: int, kind: str, strategy: str, *, group_size: int = 0, dynamic: bool = False, symmetric: bool = True
 ) -> dict[str, Any]:
-    """Builds a compressed-tensors quantization-arguments dict; `strategy`: "channel", "token" or "group"."""
+    """Builds a compressed-tensors quantization-arguments dict.
+
+    Args:
+      kind: "int" or "float". strategy: "channel", "token", "group" or "tensor_group".
+      group_size: inputs per scale; 0: left out. dynamic: True for activations, quantized when they are computed.
+    """
     made = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
     return made | ({"group_size": group_size} if group_size else {})
 

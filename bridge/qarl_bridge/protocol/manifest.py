@@ -97,7 +97,11 @@ def expected_from_safetensors(path: str) -> dict[str, Expected]:
 
 
 def safetensors_header(path: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Reads a safetensors header: (file offset of tensor bytes, {name: {dtype, shape, data_offsets}})."""
+    """Reads a safetensors header: (file offset of tensor bytes, {name: {dtype, shape, data_offsets}}).
+
+    Raises:
+      BridgeError("setup"): the file cannot be read, or is no safetensors file.
+    """
     try:
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -164,7 +164,10 @@ class DeviceMemory(_Struct, tag_field="t", tag=True):
 
 class NcclMemory(_Struct, tag_field="t", tag=True):
     """A buffer on another GPU, which the trainer broadcasts over NCCL (transport/nccl.py). The engine joins
-    communicator `unique_id` as `rank` of `world` and receives. `version` is the sender's NCCL."""
+    communicator `unique_id` as `rank` of `world` and receives.
+
+    `version`: number of the trainer's NCCL release, which the engine's must equal (22703 is 2.27.3). `timeout_s`:
+    seconds in which all ranks must join."""
 
     unique_id: Annotated[bytes, msgspec.Meta(min_length=NCCL_ID_BYTES, max_length=NCCL_ID_BYTES)]
     rank: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
@@ -432,7 +435,9 @@ class ReadBackReply(_Message):
 
 
 class Probed(_Message):
-    """The recorded modules, in the order of Probe.modules."""
+    """The reply to Probe: a record of each module, in the order of Probe.modules.
+
+    If the engine records routed experts, a last record named ROUTING holds them."""
 
     records: list[Recorded]
 

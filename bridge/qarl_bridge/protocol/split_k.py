@@ -23,7 +23,7 @@ LEAST_STEPS = 8  # of an inner dimension worth cutting
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Decides the number of parts into which a matrix product cuts its inputs.
+    """Decides the number of parts into which a matrix product cuts its inputs: 2 for few outputs and long inputs, or 1.
 
     Args:
       outputs, inputs: shape [N, K] of the engine's fused weight (q, k and v together).

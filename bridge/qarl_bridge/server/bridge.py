@@ -89,9 +89,13 @@ class Bridge:
     # Engine thread ---------------------------------------------------------------------------------------------------
 
     def adopt(self, copy: Copy) -> None:
-        """Registers the engine's initial weights as a complete version. Call it before `run`.
+        """Makes the engine's initial weights the served version, over which a trainer may publish adapters alone.
 
-        The weights are loaded again from `copy`, which the bridge keeps, and read back.
+        Call it before `run`. The engine loads the weights again from `copy`, which the bridge keeps, and the bridge
+        reads them back.
+
+        Raises:
+          BridgeError: `copy` is not valid, or the engine cannot load it or read it back.
         """
         copy.validate()
         commit = messages.Commit(digest=copy.manifest.digest, readback="sampled", drain_timeout_s=0)

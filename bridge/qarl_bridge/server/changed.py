@@ -93,7 +93,7 @@ class Changes:
         return self._places[slice(*np.searchsorted(self._places, (start, self.sums.ends[tensor])))] - start
 
     def elements(self, tensor: int, itemsize: int) -> np.ndarray:
-        """Lists the indices of changed elements in a tensor; empty if the tensor did not change."""
+        """Lists the indices, [n], of changed elements in a flattened tensor; empty if the tensor did not change."""
         return np.unique(self._within(tensor) // itemsize)
 
     def digest(self, tensor: int) -> bytes:

@@ -90,7 +90,9 @@ class Engine(Protocol):
         differ. Returns counts of (weights, input rows) compared. partial: `parts` has only some layers."""
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """Prefills `prompt` and records the inputs and outputs of the named modules; BridgeError if it cannot."""
+        """Prefills `prompt` and records inputs and outputs of the named modules, in order; BridgeError if it cannot.
+
+        If the engine records routed experts, a last record named messages.ROUTING holds them."""
 
     def close(self) -> None:
         """Frees the engine's memory and processes."""

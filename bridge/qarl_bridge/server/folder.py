@@ -15,7 +15,7 @@ from qarl_bridge.protocol.tensors import SAFETENSORS_DTYPES
 
 
 def tensors(path: str, expected: Mapping[str, messages.Expected]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) for each expected tensor: experts stacked, adapters as zeros."""
+    """Yields (name, array) for each expected tensor, in its dtype and shape: experts stacked, adapters as zeros."""
     found = {}
     for file in sorted(name for name in os.listdir(path) if name.endswith(".safetensors")):
         begin, header = safetensors_header(os.path.join(path, file))

@@ -256,7 +256,11 @@ class Mappings:
         self._held: dict[bytes, _Mapping] = {}
 
     def open(self, handle: bytes, size: int) -> int:
-        """Maps a handle as `Device.open` does, or returns its cached address. Each call needs one `close`."""
+        """Maps a handle as `Device.open` does, or returns its cached address. Each call needs one `close`.
+
+        Raises:
+          BridgeError: as `Device.open`; "torn": the cached memory is smaller than `size` bytes.
+        """
         with self._lock:
             held = self._held.get(handle)
             if held is None:
@@ -286,7 +290,11 @@ class Mappings:
 
 
 def count(library: Any = None) -> int:
-    """Counts the GPUs that this process sees."""
+    """Counts the GPUs that this process sees.
+
+    Raises:
+      BridgeError("unshared"): the CUDA driver fails.
+    """
     cuda = load() if library is None else library
     found = _INT()
     if code := cuda.cuDeviceGetCount(ctypes.byref(found)):

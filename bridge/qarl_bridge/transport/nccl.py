@@ -145,6 +145,7 @@ class Communicator:
     """An NCCL communicator of `world` GPUs; this process's GPU is number `rank`. Not thread-safe.
 
     Args:
+      device: this process's GPU. library: NCCL.
       unique_id: the id from `new_id`, equal on every rank.
       timeout_s: seconds in which all ranks must join.
       check: a callback, polled during waits; an exception that it raises ends the wait.

@@ -37,7 +37,11 @@ def host() -> bytes:
 
 
 def create(size: int) -> int:
-    """Creates a memory file of `size` bytes; returns its descriptor, which the caller closes."""
+    """Creates a memory file of `size` bytes; returns its descriptor, which the caller closes.
+
+    Raises:
+      BridgeError("limits"): there is no memory for it.
+    """
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)

@@ -407,6 +407,7 @@ class Channel:
     """The trainer's authenticated connection to a bridge. It never reconnects, and is not thread-safe.
 
     Args:
+      address, key: as in `sender.Client`. timeout_s: seconds for the handshake.
       is_over: a callback, polled during waits; once it is true, the wait ends with BridgeError("dead").
 
     Raises:

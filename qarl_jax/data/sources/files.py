@@ -92,7 +92,11 @@ _PIECE = 4000  # characters of a text that are one row, at least
 
 
 class Source:
-    """All usable prompts of a split, read and tokenized once (see `PromptSource`)."""
+    """All usable prompts of a split, read and tokenized once (see `PromptSource`).
+
+    Raises:
+      UserError: the data set is empty, none of its rows is usable, or a row is malformed.
+    """
 
     def __init__(self, cfg: Any, template: Template, split: Split, holdout: float):
         self.skipped, self.notes = Skipped(), template.notes

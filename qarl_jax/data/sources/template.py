@@ -78,6 +78,9 @@ class Template:
 
     Attributes:
       notes: remarks on the prompts rendered so far, by kind.
+
+    Raises:
+      UserError: `chat` with a tokenizer that has no chat template.
     """
 
     def __init__(

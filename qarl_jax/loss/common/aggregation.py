@@ -33,7 +33,15 @@ def denominator(mode: str) -> str:
 
 
 def aggregate(terms: Float[Array, "B T"], r: Responses, mode: str, *, max_response_len: float | None = None) -> Mean:
-    """Aggregates terms per token to Mean(numerator, count). Terms outside the mask must be finite; they are ignored."""
+    """Aggregates terms per token to Mean(numerator, count). Terms outside the mask must be finite; they are ignored.
+
+    Args:
+      mode: one of `AGGREGATIONS`.
+      max_response_len: the divisor of `seq-mean-token-sum-norm`, in tokens; None: 1.
+
+    Raises:
+      UserError: as `denominator`.
+    """
     if denominator(mode) == "tokens":
         total, count = jnp.where(r.mask, terms, 0.0).sum(), r.num_tokens
     elif mode == "seq-mean-token-mean":

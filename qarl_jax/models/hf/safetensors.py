@@ -101,6 +101,9 @@ def write(path: pathlib.Path, shapes: Shapes, tensors: Iterable[tuple[str, np.nd
       path: the file.
       shapes: dtype and shape of every tensor, in the order in which `tensors` yields them.
       tensors: (name, array); each is written before the next is drawn from the iterable.
+
+    Raises:
+      ValueError: a tensor's name, dtype or shape is not the one of `shapes`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -275,6 +275,7 @@ def read_masters(
     """Yields (keys, variable) of `load_masters`, one parameter at a time, so that the host holds only one.
 
     Args:
+      path: the model folder. mesh: devices to load onto; None: the default device.
       frozen: tells from a leaf's path whether it is frozen. Frozen leaves have the compute dtype, others the config's
         `param_dtype`. For a frozen weight that the folder holds quantized, its QTensor is yielded instead of a master.
 
@@ -364,6 +365,7 @@ def read_parameter(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDty
 
     Args:
       names: names of its tensors, in the shape of the stack dims. like: shape and dtype of the parameter.
+      sharding: sharding of the result; None: the default device.
 
     Raises:
       UserError: a tensor is missing, has another shape, or holds numbers that are not finite.

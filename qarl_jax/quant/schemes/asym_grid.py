@@ -251,7 +251,7 @@ class Config(Scheme):
         return rounded(groups, self.activation_bits, (-1,)).values().reshape(x.shape).astype(x.dtype)
 
     def multiply(self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product) -> jax.Array:
-        """Multiplies rounded activations by the dequantized weight; both are exact in bfloat16."""
+        """Multiplies rounded activations [M, K] by the dequantized weight [N, K]: [M, N]; both are exact in bf16."""
         return product.floating(used, self.dequantize(qt).astype(jnp.bfloat16), bias, numerics)
 
     @property

@@ -3,7 +3,8 @@
 """nvfp4: e2m1 weights, an e4m3 scale per 16 inputs under one float32 scale, activations in the compute dtype (W4A16).
 
 **Grid.** Codes +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, stored as sign and place in that list. With d a rounding to bfloat16,
-amax over all that the engine fuses (q, k and v; gate and up), m over a block of 16 inputs:
+w the master rounded to bfloat16, amax the largest |w| of all that the engine fuses (q, k and v; gate and up), and m the
+largest of a block of 16 inputs:
 
     g = d(d(1 / amax) * 2688)       a divisor; 1 where that is infinite; amax at least 2^-126
     s = e4m3(min(448, d(m / 6) g))  0.125 where that is 0
@@ -13,9 +14,10 @@ These are compressed-tensors' roundings for a bfloat16 weight (torch divides a n
 reciprocal), and their bytes where amax is in [2^-104, 2^19); below, float32 quotients are subnormal.
 
 **Product.** q s has six significant bits, so that bfloat16 holds it, and 1 / g multiplies the float32 sum:
-y = bf(bf(f32(sum x (q s)) f32(1 / g)) + b), Marlin's order. Marlin also flushes block scales to 0 that are below 2^-6
-after it multiplied all by a power of two. That is 1: the block with amax has s = 448, or else every code is 0. Mirrored
-here, so the codes stay compressed-tensors'. A weight it drops is at most 6 * 2^-6 / g, or amax / 28,672.
+y = bf(bf(f32(sum x (q s)) f32(1 / g)) + b), Marlin's order. Marlin multiplies all block scales by a power of two, and
+counts those below 2^-6 as 0. The power is 1 here: the block with amax has s = 448, or else every code is 0. The product
+mirrors this flush and the codes do not, so codes and scales stay compressed-tensors'. A flushed weight is at most
+6 * 2^-6 / g, or amax / 28,672.
 
 **Backward.** Straight through: dX = dY bf(q s / g), dMaster = dY^T x.
 
@@ -23,8 +25,9 @@ here, so the codes stay compressed-tensors'. A weight it drops is at most 6 * 2^
 [N, K/16], `weight_global_scale` float32 [1], which is g (compressed-tensors `nvfp4-pack-quantized`). Readers that
 dequantize form q f32(s / g), which may have another last bit than q s f32(1 / g).
 
-In vLLM the bridge's layers take the place of its own: on CUDA Marlin cuts its sums as the rows and the GPU decide, and
-takes one g, the largest, for all parts that it fuses. The bridge's keep each part's g. So may a released folder.
+In vLLM the bridge's layers replace vLLM's: on CUDA Marlin cuts its sums as the rows and the GPU decide, and takes one
+g, the largest, for all parts that it fuses. The bridge's layers keep each part's g, so the parts of a released folder
+may differ in g.
 
 **Left out.** Activations in e2m1.
 

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded rollout engine: samples with the learner's model in the trainer's process, in a few compiled programs.
 
-A call to `generate` runs over a fixed number of slots, one sequence each:
+A call to `generate` runs over at most `Config.batch_size` slots, one sequence each:
 
     prefill   every prompt once, for all its samples: tokens [P, T] -> the prompt's keys and values, last hidden state
     insert    copy a prefilled prompt into free slots and draw their first token
     decode    a while_loop that feeds every slot its last token and draws the next, until enough slots are free to be
-              worth refilling (or, when nothing waits, until half of them are idle)
-    compact   gather the live slots into half as many, once nothing waits
+              worth refilling (when nothing waits, until half of them are idle; at the fewest slots, until all are)
+    compact   gather the live slots into half as many or fewer, once nothing waits
 
 So a long response never holds up the queue, and the tail of a batch does not pay for idle slots. Shapes are rounded up
-to buckets: a call compiles at most one prefill and insert, and one decode per halving of the slots down to
-`Config.min_slots`. Programs are kept for later calls and counted in `compiled_programs`.
+to buckets: a call compiles at most one prefill, one insert and one that makes empty slots, and one decode and compact
+per halving of the slots down to `Config.min_slots`. Programs are kept for later calls and counted in
+`compiled_programs`.
 
 Randomness: the uniform number at position t of sample j of prompt uid under key k is a function of (k, uid, j, t)
 alone. It selects the token by inverse transform sampling, one pass over the vocabulary; the Gumbel trick would need a
@@ -93,6 +94,7 @@ def footprint(
     """Returns the shapes of a sampler's largest memory: its copy of the policy, and a full batch's keys and values.
 
     Args:
+      config: the sampler's.
       graphdef, params, qweights: a split model, shapes in place of arrays.
       prompt_len, response_len: the longest, in tokens. sequences: responses asked for at once.
     """

@@ -3,14 +3,15 @@
 """The vLLM rollout engine: a client of bridge processes, which it starts, supervises and, when they die, replaces.
 
     engine = VllmEngine(Config())                          # nothing runs yet
-    engine.publish(PolicyWeights(graphdef, params, qweights), version=0)
+    engine.publish(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), version=0)
     engine.generate(prompts, num_samples=8, sampling=..., key=...)
 
-The first publish writes a model folder without weights (config.json and the list of tensors), starts a bridge on it,
-and then takes the steps of every publish: stage, validate, load in place, read back. The staged copy of the last
-version is kept (low-bit, in shared memory). A bridge that dies during `generate` is restarted, gets the staged version
-and the unanswered requests again, and the trainer's loop goes on. A draw depends on the weights, its prompt and its
-seed only, so the answer is the one the dead bridge would have given.
+The first publish, or `prepare` before it, writes a model folder without weights (config.json and the list of tensors)
+and starts a bridge on it. Every publish stages a version, validates it, loads it in place and reads it back. The last
+version stays staged: in shared memory, or in buffers on the learner's GPU. A chunked version is not kept; each chunk is
+written from the learner's weights when a bridge asks for it. A bridge that dies during `generate` is restarted, gets
+the staged version and the unanswered requests again, and the trainer's loop goes on. A draw depends on the weights, its
+prompt and its seed only, so the answer is the one the dead bridge would have given.
 
 fleet.py starts and supervises any number of bridges. This file makes versions and requests, and checks answers.
 
@@ -138,6 +139,9 @@ def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
     """Makes the config.json that the engine is started with: the model's, and a quantization_config for its schemes.
 
     exported: for a folder of weights in the export layouts (`Scheme.exports`).
+
+    Raises:
+      UserError: channels are split (`qarl_jax.quant.splitting`), and a weight's scheme has no zero points.
     """
     config = models.config_of(graphdef)
     names = models.hf_names(config)
@@ -286,6 +290,11 @@ class VllmEngine(RolloutEngine):
         """Loads a version into the live engine, in place. Returns seconds per phase, bytes, and read-back counts.
 
         In a run of several processes all must call it, and an error of one is raised on all.
+
+        Raises:
+          UserError: model or scheme differ from the first publish, or the engine cannot serve them.
+          BrokenPromiseError: a tensor is invalid, arrived damaged, or differs from the engine's.
+          BridgeError: another fault of the first engine, if no engine serves the version.
         """
         model_json = engine_config(weights.graphdef)
         identity = (messages.model_fingerprint(model_json), messages.scheme_hash(model_json.get("quantization_config")))
@@ -428,19 +437,32 @@ class VllmEngine(RolloutEngine):
         return self._stager
 
     def status(self) -> messages.StatusReply:
-        """Returns the state of the bridge and its engine."""
+        """Returns the state of the bridge and its engine.
+
+        Raises:
+          UserError: nothing was published yet.
+        """
         if self._staged is None:
             raise UserError("status: nothing was published yet")
         return self.fleet.ask(lambda client: client.status())
 
     def probe(self, prompt: Sequence[int], modules: Sequence[str]) -> list[messages.Recorded]:
-        """Records inputs and outputs of the engine's `modules` while it prefills `prompt`. The names are vLLM's."""
+        """Records inputs and outputs of the engine's `modules` while it prefills `prompt`. The names are vLLM's.
+
+        Raises:
+          UserError: nothing was published yet. BridgeError: as `Engine.probe`.
+        """
         if self._staged is None:
             raise UserError("probe: nothing was published yet")
         return self.fleet.ask(lambda client: client.probe([int(t) for t in prompt], list(modules)))
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
-        """Yields completions as vLLM ends them; replaces a bridge that dies meanwhile. See `RolloutEngine`."""
+        """Yields completions as vLLM ends them; replaces a bridge that dies meanwhile. See `RolloutEngine`.
+
+        Raises:
+          UserError: nothing was published yet, or as `Fleet.draw`.
+          RuntimeError: the bridge returned tokens of another run, or a malformed completion.
+        """
         if self._staged is None:
             raise UserError("generate: nothing was published yet")
         if not requests:

@@ -141,7 +141,7 @@ class Fleet:
         return next((replica for replica in self.replicas if replica.client is not None), None)
 
     def prepare(self, model_json: Mapping[str, Any], expected: list[messages.Expected]) -> None:
-        """Starts the bridges that the trainer owns, before there are weights."""
+        """Starts the bridges that the trainer owns, before there are weights. Arguments as in `Replica.start`."""
         for replica in self.replicas:
             replica.start(model_json, expected)
 
@@ -496,7 +496,7 @@ class Fleet:
                         replica.trouble = error
 
     def close(self) -> None:
-        """Stops the bridges that the trainer started, and closes all connections. Idempotent."""
+        """Stops the bridges that the trainer started, and closes connections as `Replica.hang_up` does. Idempotent."""
         with self._changed:
             self._closing = True
             tasks = [replica.task for replica in self.replicas if replica.task is not None]
@@ -527,7 +527,10 @@ def batches(
     """Splits draws, in order, into few requests whose messages and replies fit the protocol's size limits.
 
     A token takes up to 5 bytes in a request and 8 in a reply (with its log-prob). Recorded experts add `routed_bytes`
-    to the reply for every position.
+    to the reply for every position. A draw that exceeds a limit alone is yielded alone.
+
+    Args:
+      most, most_back: bytes of a request, and of its reply.
     """
     batch: list[messages.Draw] = []
     there = back = 0

@@ -13,7 +13,8 @@
 | a process dies | all end, and their engines with them (`runtime/peers.py`)                                    |
 
 A completion depends on the weights, its prompt and its seed alone, so any host may draw it. In a run of one process
-these functions do nothing. In a run of several, all processes must call them in one order, from the main thread.
+these functions do not communicate. In a run of several, all processes must call them in one order, from the main
+thread.
 """
 
 from __future__ import annotations

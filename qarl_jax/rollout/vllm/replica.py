@@ -107,16 +107,27 @@ class Replica:
     # ---- to life, with the lease -------------------------------------------------------------------------------------
 
     def start(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
-        """Starts the bridge's process, unless it runs or was started by hand. Returns at once."""
+        """Starts the bridge's process, unless it runs or was started by hand. Returns at once.
+
+        Args:
+          model_json: the model's config.json. expected: name, dtype and shape of every tensor of a version.
+
+        Raises:
+          UserError: as `BridgeProcess.start`.
+        """
         if not self.address and self._prepared is None and self.client is None:
             self._started = time.monotonic()
             self._prepared = self.bridge.start(model_json, expected)
 
     def connect(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> messages.Facts:
-        """Connects to the bridge and takes the lease. Returns the engine's facts.
+        """Starts the bridge unless it runs, connects to it and takes the lease. Returns the engine's facts.
+
+        Args:
+          model_json, expected: as in `start`.
 
         Raises:
-          UserError: no answer in `start_timeout_s`. BridgeError: as `sender.Client`; "lease": another trainer has it.
+          UserError: the bridge's process did not start or ended, or gave no answer in `start_timeout_s` seconds.
+          BridgeError: as `sender.Client`; "lease": another trainer has the lease; "auth": the key file is unusable.
         """
         config = self._config
         life = self.life = Life()
@@ -222,7 +233,8 @@ class Replica:
         return str(error) if code is None else f"{error}; exit code {code}"
 
     def hang_up(self) -> None:
-        """Closes all connections, which frees the lease."""
+        """Closes the lease's connection, which frees the lease, and idle ones. A request in flight fails ("dead") and
+        closes its own."""
         self.life.is_over = True
         while self._idle:
             with contextlib.suppress(IndexError):
@@ -232,7 +244,7 @@ class Replica:
             client.close()
 
     def close(self) -> None:
-        """Stops a bridge that the trainer started, and closes all connections. Idempotent."""
+        """Stops a bridge that the trainer started, and closes connections as `hang_up` does. Idempotent."""
         grace_s = 0.0
         if self.client is not None and self.bridge.is_started:
             with contextlib.suppress(BridgeError):

@@ -44,7 +44,7 @@ _QUERIES = 256  # of a prompt handled at once, which bounds the memory of the sc
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """Computes RMSNorm of x [..., D] float32; returns [..., D] in `dtype`."""
+    """Computes RMSNorm of x [..., D] float32, with gains `weight` [D] (None: ones); returns [..., D] in `dtype`."""
     r = (1 / torch.sqrt(x.double().square().mean(dim=-1, keepdim=True) + eps)).float()
     y = x * r
     return (y if weight is None else y * weight.float()).to(dtype)
@@ -152,8 +152,13 @@ def _inverse_frequencies(self: RotaryEmbedding, base: float) -> torch.Tensor:
 
 
 def llama3_frequencies(self: Any, base: float) -> torch.Tensor:
-    """Computes Llama 3.1's scaled RoPE frequencies by vLLM's formula, in numpy's float32: torch would divide a scalar
-    through a reciprocal, which rounds differently."""
+    """Computes Llama 3.1's scaled RoPE frequencies by vLLM's formula: float32 [rotary_dim / 2], radians per position.
+
+    Computes them in numpy: torch would divide a scalar through a reciprocal, which rounds differently.
+
+    Args:
+      self: vLLM's Llama3RotaryEmbedding, whose method this function replaces. base: RoPE's theta.
+    """
     frequency = rope_frequencies(base, self.rotary_dim).numpy()
     length, low, high = self.orig_max_position, self.low_freq_factor, self.high_freq_factor
     wavelength = (2 * math.pi) / frequency

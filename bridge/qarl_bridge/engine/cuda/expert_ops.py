@@ -127,6 +127,7 @@ def product(
       factor: float32 [E, N] or None; multiplies the sum.
       copies, experts, end: the result of an `Align` for tiles of `height` copies.
       top: number of adjacent copies that share a row of x. number: number of all copies.
+      out_dtype: dtype of the result.
     """
     int4, scaled = weight.dtype == torch.int32, x_scale is not None
     n, k = weight.shape[2 if int4 else 1], x.shape[1]

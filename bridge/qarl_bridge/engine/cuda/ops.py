@@ -415,7 +415,8 @@ def _norm(x_ptr, r_ptr, w_ptr, y_ptr, vectors, outer, inner, eps, D: tl.constexp
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes RMSNorm of x bfloat16 [..., D]; with a residual, returns the norm of the sum, and the sum.
+    """Computes RMSNorm of x bfloat16 [..., D] with gains `weight` [D]; with a residual, returns the norm of the sum,
+    and the sum.
 
     The residual is overwritten by the sum. A strided x [T, H, D] (heads of a fused projection) is not copied.
     """

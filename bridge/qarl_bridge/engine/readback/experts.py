@@ -168,6 +168,7 @@ class Staged:
 
         Args:
           experts: expert indices, int64, on the tensors' device.
+          which: "w13" (gate above up) or "w2" (down).
         """
 
         def pick(stack: Any) -> Any:
