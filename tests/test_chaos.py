@@ -14,11 +14,8 @@ from tests.reference import tiny
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds",
-    [["checkpoints", "mutations", "inputs"], pytest.param(["trainer"], marks=pytest.mark.nightly)],
-    ids=["files", "kills"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kinds", [["checkpoints", "mutations", "inputs"], ["trainer"]], ids=["files", "kills"])
 def test_a_minute_of_chaos_holds(tmp_path, kinds):
     """Kills of a trainer, whose moments are random here, are asked for by name in test_resume.py."""
     short = ["--minutes", "5", "--scale", "0.004", "--lanes", "1", "--steps", "3", "--seed", "3"]  # two kills

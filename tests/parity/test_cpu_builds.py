@@ -42,7 +42,7 @@ def runnable():
     return cpu_build.runnable(torch)
 
 
-# AVX-512 without bf16 is nightly: a whole model runs on that build, below.
+# AVX-512 without bf16 is nightly, as whole models of a real width are.
 @pytest.fixture(params=[pytest.param(b, marks=[pytest.mark.nightly] * (b == "avx512")) for b in (*BUILDS, "arm")])
 def build(request):
     """Each build, said in the summary (conftest.py): run here, or why not."""
@@ -169,10 +169,8 @@ def real_width(tmp_path_factory):
 LIVE = [(build, scheme) for build in cpu_build.BUILDS for scheme in ("w4a16", "bf16", "w8a8", "w4a8")]
 
 
-@pytest.mark.parametrize(
-    ("forced", "scheme"),
-    [pytest.param(b, s, marks=() if (b, s) == ("avx512", "w4a16") else pytest.mark.nightly) for b, s in LIVE],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("forced", "scheme"), LIVE)
 def test_a_model_of_a_real_width_has_the_engines_log_probs_to_the_last_bit(real_width, monkeypatch, forced, scheme):
     if forced not in runnable():
         pytest.skip(f"this machine cannot run vLLM's {forced} build")
