@@ -145,7 +145,8 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
     rest = put(qweights), batch, floats, count, count, None
     with jax.set_mesh(mesh):
         if not case.offload:
-            traces = [(made._update.trace(state, *rest), 0)]
+            guarded = put(jax.ShapeDtypeStruct((), jnp.bool_))
+            traces = [(made._update.trace(state, guarded, *rest), 0)]
         else:
             beside = on_learner.nbytes(qweights, mesh)
             traces = [(made._grads.trace(state.params, *rest), on_learner.nbytes(params, mesh) + beside)]

@@ -161,8 +161,9 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
     """Bytes per token and layer that the recomputation policy keeps beyond the layer's two inputs."""
     width = model.compute_dtype.itemsize
     hidden, heads, projected, inner = _widths(model)
-    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed.
+    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed. Then the norms'.
     statistics = 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
+    statistics += 4 * (2 + (model.num_heads + model.num_kv_heads) * model.qk_norm)
     if model.remat == "none":  # every tensor that a backward reads, those in float32 too
         elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
         return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
@@ -199,6 +200,29 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
         experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize
     return round(own)
+
+
+def logprob_tokens(rows: int, row_len: int, chunk: int, shards: int = 1) -> int:
+    """Tokens of a device whose logits exist at once: rows are cut in time, evenly (`models.logprobs`).
+
+    rows: of a device. chunk: of all `shards` devices together.
+    """
+    length = max(1, row_len - 1)
+    chunks = -(-length // max(1, chunk // max(1, rows * shards)))
+    return rows * -(-length // chunks)
+
+
+def logprob_moments(model: models.ModelConfig, positions: int, tokens: int) -> tuple[int, int]:
+    """Bytes beside saved activations in the log-probs' forward, and in their backward without the head's gradient.
+
+    Forward: float32 logits; under `float64_log_softmax` also exp in float64, a mask of the largest logits and partial
+    sums, for which XLA allocates 9.1 bytes a logit on an H200. Backward: float32 logits, and their gradient in the
+    compute dtype. Both: the last layer's two outputs, and the final norm's output with a copy in chunks.
+    """
+    width = model.compute_dtype.itemsize
+    ends, logits = 4 * positions * model.hidden_size * width, tokens * model.vocab_size
+    forward = 13.1 if model.numerics.float64_log_softmax else 4
+    return ends + round(forward * logits), ends + (4 + width) * logits
 
 
 def update_scratch(
@@ -256,15 +280,21 @@ def reading(model: models.ModelConfig, trainable: Trainable, mesh: Mesh | Abstra
     return 3 * max((nbytes(piece, mesh) for piece, _ in pieces.groups(model.base, stacks)), default=0)
 
 
-def _decoded(cfg: RunConfig) -> int:
-    """Bytes of the largest fused module of a base that is held once (gate and up), decoded to the compute dtype."""
-    made = shapes(cfg)
+def _decoded(cfg: RunConfig, trainable: Trainable) -> int:
+    """Bytes of a frozen base's weights that a layer's backward holds in the compute dtype; experts are counted apart.
+
+    Of a base that is held once: the largest fused module, gate and up. Else three times the largest weight: XLA decodes
+    gate and up once to recompute them and once more for dX, and holds three of the four on an H200.
+    """
+    made = shapes(cfg, trainable)
     kernels = models.by_path(made.params)
-    sizes = [
-        sum(math.prod(kernels[path].shape[1:]) for path in paths)
-        for paths in one_base.shareable(made.graphdef).values()
-    ]
-    return max(sizes) * models.config_of(made.graphdef).compute_dtype.itemsize
+    if held_once(cfg):
+        modules = list(one_base.shareable(made.graphdef).values())
+    else:
+        frozen = [path for path in models.by_path(made.qweights) if not trainable.learns(path) and ".moe." not in path]
+        modules = [(path,) * 3 for path in frozen]
+    sizes = [sum(math.prod(kernels[path].shape[1:]) for path in paths) for paths in modules]
+    return max(sizes, default=0) * models.config_of(made.graphdef).compute_dtype.itemsize
 
 
 def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
@@ -297,20 +327,22 @@ def update_parts(
     one_program: bool = True,
     offload: bool = False,
     backward: str = "bf16",
+    decoded: int = 0,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> dict[str, int]:
     """Counts bytes by part at the peak of an update.
 
-    The peak is in one of two moments. The layers' backward holds the saved activations, one layer's own and all
+    The peak is in one of three moments. The layers' backward holds the saved activations, one layer's own and all
     gradients. With bfloat16 gradients it also holds the head's float32 sum, and a rounded copy of float32 masters that
     the forward reads. The log-probs' backward holds a chunk of float32 logits and the head's float32 gradient, before
     and after the chunk. A tied embedding's is there once more where micro-batches are summed. One of these gradients is
-    the result itself, if gradients are float32. The layers' gradients, still zero, are allocated by then. "log-prob
-    chunk" is what this moment needs beyond the first.
+    the result itself, if gradients are float32. The layers' gradients, still zero, are allocated by then. The forward
+    of log-probs has the largest chunk (`logprob_moments`), and no gradients beside an accumulator. "log-prob chunk" is
+    what these moments need beyond the first.
 
-    An optimizer update in a program of its own is a third moment: after several micro-batches, or with an optimizer
+    An optimizer update in a program of its own is a fourth moment: after several micro-batches, or with an optimizer
     state on the host. Activations are freed then, and the update's temporaries (`update_scratch`) are allocated.
-    "update (estimate)" is what this moment needs beyond the other two.
+    "update (estimate)" is what this moment needs beyond the others.
 
     Args:
       params, qweights, opt_state: abstract or not.
@@ -322,6 +354,7 @@ def update_parts(
         and those of embedding, head and norm.
       offload: `optimizer.offload`.
       backward: `quant.backward`; a low-bit one has two bytes of codes beside each element of the widest dY.
+      decoded: bytes of a frozen base's weights that a layer's backward decodes.
       mesh: count what one of its devices holds; None: everything.
     """
     positions, grad_dtype = rows * row_len, jnp.dtype(grad_dtype)
@@ -334,7 +367,7 @@ def update_parts(
     if not {"embed.kernel", "head.kernel"} & learned.keys():
         vocabulary = 0
     saved = saved_activations(model, positions, max_segments)
-    layers = saved + layer_activations(model, positions, max_segments)
+    layers = saved + layer_activations(model, positions, max_segments) + decoded
     if backward != "bf16":
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
@@ -345,9 +378,15 @@ def update_parts(
         layers += vocabulary
     # `Learner._gradient` rounds before it differentiates.
     rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
-    logits = min(chunk, positions) * model.vocab_size * 4
-    sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
-    chunks = max(0, saved + logits + sums * vocabulary - layers)
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    scored, differentiated = logprob_moments(model, positions, logprob_tokens(rows, row_len, chunk, shards))
+    if vocabulary:
+        sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
+        differentiated = min(chunk, positions) * model.vocab_size * 4 + sums * vocabulary
+        scored += vocabulary // 2 if in_float32 and model.compute_dtype.itemsize == 2 else 0  # the head, rounded
+    # Results of a program have memory from its start; XLA gives it to float32 gradients, too.
+    absent = 0 if one_program and (offload or in_float32) else beside
+    chunks = max(0, saved + max(scored - absent, differentiated) - layers)
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:
         gone = layers + rounded + chunks + (0 if one_program else beside)
@@ -387,6 +426,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         "one_program": cfg.one_program,
         "offload": cfg.optimizer.offload is True,
         "backward": cfg.quant.backward,
+        "decoded": _decoded(cfg, trainable) if trainable.freeze else 0,
         "mesh": mesh,
     }
     shared = held_once(cfg)
@@ -394,8 +434,6 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape) | {"QTensors": nbytes(own, mesh)}
     if trainable.freeze:
         out["frozen weights"] = nbytes(made.frozen, mesh)
-    if shared:
-        out["activations (estimate)"] += _decoded(cfg)  # their number does not grow with the tokens
     if trainable.freeze:
         there = ("masters", "QTensors", "frozen weights")
         later = sum(size for name, size in out.items() if name not in there)
