@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.convert --gguf FILE... --out DIR`: a GGUF model as a Hugging Face folder of bfloat16 weights.
+"""`python -m qarl_jax.convert --gguf FILE... --out DIR`: a GGUF model as a Hugging Face folder of dense weights.
 
     python -m qarl_jax.convert --gguf model.gguf --out models/mine
     python -m qarl_jax.convert --gguf part1.bin part2.bin --sha256 1d96... --out models/mine
@@ -9,7 +9,8 @@ GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's 
 template in one file. Its quantized weights are dequantized here, and the result is an ordinary model that can be
 trained and quantized again. transformers does the reading (the `gguf_file` argument of its `from_pretrained`), undoes
 llama.cpp's order of q and k rows, and rebuilds the tokenizer. Several files are the parts of one, in the order given.
-The folder appears whole or not at all. Needs torch and `pip install 'qarl-jax[gguf]'`.
+The weights are bfloat16, or float32 with `--dtype float32`. The folder appears whole or not at all. Needs torch and
+`pip install 'qarl-jax[gguf]'`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Machine:
       size: bytes of memory that programs may use.
       bandwidth: bytes between memory and cores.
       product: FLOP of dense bfloat16 products.
-      low_bit: how many times as fast a product of codes is, by `Scheme.kernel`; a kernel that is not here has none.
+      low_bit: FLOP of a product of codes over `product`, by `Scheme.kernel`; 1 for a kernel that is not listed.
       float32: FLOP of products of float32 matrices, by JAX's precision: "default" (TF32 on a GPU) or "highest".
       link: bytes to another device of the host, one way.
       host_link: bytes to the host's memory, one way.

@@ -34,8 +34,8 @@ class UpdateMetrics:
     Attributes:
       total: metrics of all updates, the critic's among them.
       moved: histograms of ratios, of the updates after the first alone if there are any.
-      first: metrics of the first update alone.
-      later: metrics of the updates after the first, under `later/`.
+      first: the metrics named in `NOISE`, of the first update alone.
+      later: metrics whose names begin as in `LATER`, of the updates after the first, under `later/`.
     """
 
     total: dict[str, Metric] = dataclasses.field(default_factory=dict)

@@ -87,7 +87,9 @@ class Tail:
         self._lock, self._has_ended, self._seconds = threading.Lock(), False, 0.0
 
     def add(self, number: int, batch: Any) -> None:
-        """Takes mini-batch `number`, and makes every update whose predecessors are made.
+        """Takes mini-batch `number`, and makes the updates that are next in order and whose mini-batches are here.
+
+        It makes no update after `end` or after a discarded update.
 
         Raises:
           whatever `update` raises.

@@ -412,6 +412,10 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
 
     Activations are an estimate (`update_parts`), an upper bound where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and a KV cache between updates; vLLM's memory is counted in `engine.py`.
+
+    Args:
+      per_device: count one device's bytes, not the mesh's.
+      trainable: the parameters that are trained; None: as `cfg` says.
     """
     trainable = cfg.trainable if trainable is None else trainable
     made, model = shapes(cfg, trainable), model_of(cfg)

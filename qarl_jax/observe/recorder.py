@@ -316,7 +316,15 @@ class Observer:
     # ------------------------------------------------------------------------------------------------------------ files
 
     def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-        """Writes run.json. A resumed run replaces `config`, keeps its `id`, and adds an entry to `starts`."""
+        """Writes run.json: replaces `config` and adds an entry to `starts`. A run resumed after step 0 keeps its `id`.
+
+        Args:
+          config: the resolved config, as JSON values.
+          facts: added to the entry of `starts`; its "step" is the step at which a resumed run goes on.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
         path = self.run_dir / "run.json"
         before: dict[str, Any] = {}
         if path.exists():

@@ -372,6 +372,9 @@ def full(record: Mapping[str, Any]) -> dict[str, Any]:
 def observed(turns: Sequence[Mapping[str, Any]], at: int, left_out: int) -> dict[int, str]:
     """Maps the index of a shown token to the observation before it. `left_out` drawn tokens from `at` on are not shown.
 
+    Args:
+      turns: a response's turns in order, with "tokens" (number drawn) and "observation" (text after them, or "").
+
     Example: turns of 3 and 2 tokens, all of them shown: {3: "observed between", 5: "observed last"}.
     """
     out: dict[int, str] = {}

@@ -204,7 +204,14 @@ class Update:
     # ---- compiling, and the walk -------------------------------------------------------------------------------------
 
     def programs(self, state: Any) -> list[Any]:
-        """Makes a jitted program for each group, which updates masters and moments in place; programs are cached."""
+        """Makes, or finds in a cache, a jitted program for each group of `groups_of`, in order.
+
+        A program maps a group's masters, moments and gradients, the count and `norms` to (masters, moments, sums of
+        squares), as `leafwise.advance` does. Masters and moments are donated.
+
+        Args:
+          state: a state, which may be abstract; its parameters and moments have shardings.
+        """
         params, moments = jax.tree.leaves(state.params), leafwise.moments_of(state.params, state.opt_state)
         places = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), (params, moments))
         groups, leaves = groups_of(state.params), self.optimizer.leaves(state.params)

@@ -137,7 +137,7 @@ def host_memory_bytes() -> int:
 
 
 def host_memory() -> Check:
-    """Checks that 2 GiB of main memory are free."""
+    """Checks that 2 GiB of main memory are free, else warns; passes where the free memory is unknown."""
     free = host_memory_bytes()
     return check(
         "memory",

@@ -72,7 +72,11 @@ class Base:
 
     @staticmethod
     def open(places: Sequence[one_base.Place], *, on_gpu: bool) -> Base:
-        """Maps all shared buffers.
+        """Maps all shared buffers, without a copy, and returns their layers.
+
+        Args:
+          places: the list that `read` returns.
+          on_gpu: whether this engine runs on a GPU; the buffers must lie in the memory of the engine's device.
 
         Raises:
           BridgeError("setup"): a buffer cannot be mapped.

@@ -43,10 +43,13 @@ class Shard:
         return self.size == 1
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Checks that the learner can compute the arithmetic of a sharded engine for this model.
+        """Checks that the shards divide a model's attention heads and key-value heads evenly.
+
+        Args:
+          config: the contents of the model's config.json.
 
         Raises:
-          BridgeError("setup"): shards do not divide the heads.
+          BridgeError("setup"): they do not.
         """
         if self.is_whole:
             return

@@ -15,6 +15,9 @@ bytes changed:
 |        | its 256 (uint8), each new byte                                             |             |
 | raw    | the piece                                                                  | n           |
 
+A header of 17 bytes comes before each. The raw kind replaces the dense one where all bytes of a block of 256 change,
+because their number does not fit a uint8.
+
 Where a code of four bits flips with probability p, c is nearly 2 p n. New bytes and positions are as random as weights:
 a compressor would gain little, and would cost more time than the network.
 

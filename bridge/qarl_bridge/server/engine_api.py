@@ -17,7 +17,7 @@ from qarl_bridge.server.staged import Copy
 @dataclasses.dataclass(frozen=True)
 class Finished:
     """One completed request: tokens [n] int32, logprobs [n] float32, finish reason "stop", "length" or "abort", and
-    the recorded experts `routed`, int16 [positions, layers, k], or None."""
+    the recorded experts `routed`, int16 [prompt + n - 1, layers, k], or None."""
 
     request_id: str
     tokens: np.ndarray

@@ -111,9 +111,11 @@ def sequence_clip_metrics(
     neg_low: Bool[Array, "B S"],
     neg_high: Bool[Array, "B S"],
 ) -> dict[str, Metric]:
-    """Computes the shares of responses without gradient, by sign of A and edge of the band, and of their tokens.
+    """Computes the share of responses that a ratio band drops whole, by edge and in all, and the share of their tokens.
 
-    Args: [B, S] bool each, true where the whole response is dropped at that edge.
+    Args:
+      r: the batch's responses.
+      pos_high, neg_low, neg_high: true where a response is dropped; named by the advantage's sign and the band's edge.
     """
     dropped = pos_high | neg_low | neg_high
     return {

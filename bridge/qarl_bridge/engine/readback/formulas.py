@@ -52,7 +52,11 @@ class Columns:
         self._columns: dict[int, Any] = {1: self.index}
 
     def of(self, tensors: Sequence[Any]) -> Any:
-        """Picks the inputs' columns of matrices [N_i, columns], a column for 1, 8 or G inputs: [R, sum of N_i]."""
+        """Picks the columns that hold `picked` inputs from staged matrices, and concatenates them: [R, sum of N_i].
+
+        Args:
+          tensors: matrices [N_i, K / g], each column of which holds g neighbouring inputs; g is equal for all matrices.
+        """
         inputs = self.width // tensors[0].shape[1]
         if inputs not in self._columns:
             self._columns[inputs] = self.index // inputs
