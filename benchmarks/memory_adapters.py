@@ -28,7 +28,7 @@ CASES: list[tuple[str, str, list[str]]] = [  # shapes, arm, overrides
     ("4b", "1x24_lora", ["model.remat=full"]),
     ("4b", "1x24_lora", ["model.remat=mixer"]),
     *(("32b", "1x80_lora", [f"model.remat={remat}"]) for remat in ("full", "attention", "mixer", "dots")),
-    ("32b", "1x80_lora", ["model.remat=full", "train.logprob_chunk=128"]),
+    ("32b", "1x80_lora", ["model.remat=full", SHORT]),
     ("4b", "1x24_lora", ["model.remat=mixer", "quant.engine=plain"]),
 ]
 

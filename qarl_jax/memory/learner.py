@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from qarl_jax import models
 from qarl_jax.learning import critic, pieces
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
+from qarl_jax.models import logprobs
 from qarl_jax.models import sums as accumulators
 from qarl_jax.models.params import part_of
 from qarl_jax.optim import by_stack, leafwise
@@ -202,16 +203,6 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     return round(own)
 
 
-def logprob_tokens(rows: int, row_len: int, chunk: int, shards: int = 1) -> int:
-    """Tokens of a device whose logits exist at once: rows are cut in time, evenly (`models.logprobs`).
-
-    rows: of a device. chunk: of all `shards` devices together.
-    """
-    length = max(1, row_len - 1)
-    chunks = -(-length // max(1, chunk // max(1, rows * shards)))
-    return rows * -(-length // chunks)
-
-
 def logprob_moments(model: models.ModelConfig, positions: int, tokens: int) -> tuple[int, int]:
     """Bytes beside saved activations in the log-probs' forward, and in their backward without the head's gradient.
 
@@ -379,7 +370,8 @@ def update_parts(
     # `Learner._gradient` rounds before it differentiates.
     rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
     shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    scored, differentiated = logprob_moments(model, positions, logprob_tokens(rows, row_len, chunk, shards))
+    tokens = rows * logprobs.cut(max(1, rows * shards), max(2, row_len), chunk)[1]  # of a device, at once
+    scored, differentiated = logprob_moments(model, positions, tokens)
     if vocabulary:
         sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
         differentiated = min(chunk, positions) * model.vocab_size * 4 + sums * vocabulary
@@ -438,7 +430,6 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape) | {"QTensors": nbytes(own, mesh)}
     if trainable.freeze:
         out["frozen weights"] = nbytes(made.frozen, mesh)
-    if trainable.freeze:
         there = ("masters", "QTensors", "frozen weights")
         later = sum(size for name, size in out.items() if name not in there)
         needed = reading(dataclasses.replace(model, remat="none"), trainable, mesh)

@@ -62,6 +62,20 @@ def preceding(x: Shaped[Array, "B T *rest"], segment_ids: Int[Array, "B T"]) -> 
     return jnp.where(scored, shifted, jnp.zeros((), x.dtype))
 
 
+def cut(batch: int, length: int, chunk: int) -> tuple[int, int]:
+    """Cuts the `length` - 1 scored columns of a batch in time; returns (number of chunks, columns of each).
+
+    Chunks have about equally many columns, so that padding is less than one column per chunk.
+
+    Args:
+      batch: rows. length: tokens of a row, at least 2.
+      chunk: tokens over the whole batch whose logits exist at once.
+    """
+    columns = min(max(1, chunk // batch), length - 1)
+    chunks = -(-(length - 1) // columns)
+    return chunks, -(-(length - 1) // chunks)
+
+
 def token_logprobs(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -107,9 +121,7 @@ def token_logprobs(
 
     # The shift: position t - 1 predicts token t. Column 0 scores nothing and is put back below.
     source, target, scored = hidden[:, :-1], tokens[:, 1:], mask[:, 1:]
-    columns = min(max(1, chunk // batch), length - 1)
-    chunks = -(-(length - 1) // columns)
-    columns = -(-(length - 1) // chunks)  # even chunks: the padding is less than one column per chunk
+    chunks, columns = cut(batch, length, chunk)
     pad = chunks * columns - (length - 1)
 
     def split(x: jax.Array) -> jax.Array:

@@ -66,6 +66,7 @@ if [ "$memory" -gt 100000 ]; then
     wait
     long 30b_a3b 2,3 model.param_dtype=bfloat16 optimizer.master_rounding=stochastic
   ) &
+  wait
 else
   export FRACTION=0.3 ENGINE=0.15 # two runs of the 0.5B have room
   recipe 2x80 0,1 $recipes arm=2x80 &
