@@ -23,6 +23,7 @@ from benchmarks import (
     memory,
     memory_draws,
     packing,
+    publish_adapters,
     random_folder,
     shapes,
     step_gpu,
@@ -171,6 +172,23 @@ def test_the_price_of_batch_invariance_is_the_ratio_of_two_live_engines(capsys):
     assert [line["sequences"] for line in lines] == [2, 4]
     for line in lines:
         assert line["ratio"] == pytest.approx(line["batch_invariant_tok_per_s"] / line["vllm_tok_per_s"], rel=0.1)
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+def test_versions_of_adapters_are_timed_by_phase_while_the_engine_decodes(capsys, tmp_path):
+    pytest.importorskip("vllm")
+    sizes = ["--shapes", "tiny", "--scheme", "w8a8", "--rank", "8", "--kv-cache-gb", "0.1", "--threads", "1"]
+    count = ["--publishes", "3", "--sequences", "4", "--response-len", "8", "--out", str(tmp_path / "out")]
+    assert publish_adapters.main([*sizes, *count]) == 0
+    (line,) = printed(capsys)
+    assert (line["wrong_versions"], line["completions"]) == (0, 3 * 2 * 4)
+    assert line["bytes"] >= 2 * 2 * 8 * 3328  # two layers, rank 8; the seven linear layers' inputs and outputs
+    for name in publish_adapters.PHASES:
+        assert len(line["each"][name]) == 3
+    for load, readback, pause in zip(*(line["each"][name] for name in ("load", "readback", "pause")), strict=True):
+        assert pause == pytest.approx(load + readback, abs=2e-5)
+    assert json.loads((tmp_path / "out").read_text()) == line
 
 
 def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path):

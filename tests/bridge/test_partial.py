@@ -71,6 +71,32 @@ def test_a_partial_version_draws_what_it_draws_whole(served):
     assert client.read_back().weights == 7
 
 
+def test_a_partial_version_is_prepared_before_its_commit_and_a_complete_one_is_not(served):
+    w, client, first = served
+    partial = version(1, over=first)
+    client._transfer(partial)
+    assert w.engine.prepared == [1]
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == 0
+    client.publish(partial)
+    client.publish(version(2))
+    assert w.engine.prepared == [1, 1]
+
+
+def test_a_version_that_cannot_be_prepared_is_refused_and_the_old_one_serves(served, monkeypatch):
+    w, client, first = served
+    before = client.generate(draws(), SAMPLING)
+
+    def prepare(copy):
+        raise BridgeError("tensor x is torn", "torn")
+
+    with monkeypatch.context() as patch, refused("torn", "tensor x"):
+        patch.setattr(w.engine, "prepare", prepare)
+        client.publish(version(1, over=first))
+    assert client.generate(draws(), SAMPLING) == before
+    client.publish(version(2, over=first))
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == 2
+
+
 def test_the_base_is_loaded_once_and_two_hundred_publishes_leave_nothing_behind(served):
     w, client, first = served
     before, loaded, files = version(1, over=first), w.engine.loaded_bytes, []

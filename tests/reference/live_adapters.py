@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from qarl_bridge.client import sender
-from qarl_bridge.engine.adapters import Adapter
+from qarl_bridge.engine.adapters import Adapters
 from qarl_bridge.engine.engine import VllmEngine
 from qarl_bridge.protocol import adapters, messages
 from qarl_bridge.protocol.formats import FUSED
@@ -152,32 +152,26 @@ def refusals(trainer: Trainer, engine: VllmEngine, good: Tensors, base: sender.V
     nan[0, 0] = np.nan
     before, out = trainer.draw(), []
 
-    def breaks(self: Adapter, published: Any) -> None:
-        load(self, published)
-        self.b[3, 1] += 1
+    def breaks(self: Adapters) -> None:
+        Adapters.switch = switch  # type: ignore[method-assign]
+        self.switch()
+        next(iter(self._of.values())).b[3, 1] += 1
 
-    load = Adapter.load
+    switch = Adapters.switch
     for changes, own in (
-        ({q + adapters.A: nan}, load),
-        ({q + adapters.A: np.zeros((2 * RANK, 256), ml_dtypes.bfloat16)}, load),
-        ({"model.layers.1.self_attn.k_proj" + adapters.A: good[q + adapters.A]}, load),
+        ({q + adapters.A: nan}, switch),
+        ({q + adapters.A: np.zeros((2 * RANK, 256), ml_dtypes.bfloat16)}, switch),
+        ({"model.layers.1.self_attn.k_proj" + adapters.A: good[q + adapters.A]}, switch),
         ({}, breaks),
     ):
-        broken = [own]
-
-        def once(self: Adapter, published: Any, broken: list[Any] = broken) -> None:
-            at_hand = broken.pop() if broken and self is next(iter(engine._adapters._of.values())) else load
-            at_hand(self, published)
-
-        Adapter.load = once  # type: ignore[method-assign]
+        Adapters.switch = own  # type: ignore[method-assign]
         try:
             trainer.publish(good | changes, base)
             out.append(["none", False])
         except BridgeError as error:
-            Adapter.load = load  # type: ignore[method-assign]
             out.append([f"{error.code}: {error}", trainer.draw() == before])
         finally:
-            Adapter.load = load  # type: ignore[method-assign]
+            Adapters.switch = switch  # type: ignore[method-assign]
     return out
 
 

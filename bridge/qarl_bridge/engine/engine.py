@@ -19,10 +19,12 @@ A functional read-back (readback/linear.py) then checks the weights that the liv
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -166,6 +168,7 @@ class VllmEngine:
         self._routing: Recorder | None = self._worker.recorder
         self._adapters: Adapters | None = self._worker.adapters
         self.met = self._worker.met
+        self._staging = threading.Lock()  # of adapters.py's staged tensor
         self._look_inside(activations)
         self._machine.after_load(self._modules)
         notes = [*versions.untested_note(vllm.__version__), self._machine.note]
@@ -283,9 +286,39 @@ class VllmEngine:
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
+    def prepare(self, copy: Copy) -> None:
+        """Stages a partial version's adapters on the engine's device while the engine decodes (adapters.py)."""
+        if self._adapters is not None:
+            with self._staging:
+                self._adapters.prepare(copy.manifest, self._on_torch(copy.parts()))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A context in which no version is staged, and at whose end the GPU has done what was asked of it."""
+        with self._staging:
+            try:
+                yield
+            finally:
+                if self._machine.profile == "cuda":
+                    self._torch.cuda.current_stream().synchronize()
+
+    def _prepared(self, parts: Parts, partial: bool) -> Mapping[str, Any] | None:
+        """Returns the tensors that are no adapters of a prepared version; None if `parts` was not prepared."""
+        held, digest = self._adapters, getattr(parts, "digest", b"")
+        return held.prepared(digest) if partial and held is not None else None
+
     def load(self, parts: Parts, *, partial: bool = False) -> None:
         """Replaces weights in place through vLLM's reload interface, then clears prefix and KV caches."""
-        parts = self._base_of(self._on_torch(parts))
+        with self._alone():
+            rest = self._prepared(parts, partial)
+            if rest is None:
+                self._load(self._base_of(self._on_torch(parts)), partial)
+            else:
+                assert self._adapters is not None
+                self._adapters.switch()
+                self._load_some([rest])
+
+    def _load(self, parts: Parts, partial: bool) -> None:
         if partial:
             self._load_some(parts)
             return
@@ -321,7 +354,7 @@ class VllmEngine:
     def _base_of(self, parts: Parts) -> Parts:
         """Loads the adapters among `parts` during iteration, and yields the other tensors."""
         held = self._adapters
-        return parts if held is None else Sweeps(lambda: (held.load(part) for part in parts), lasts(parts))
+        return parts if held is None else Sweeps(lambda: held.load(parts), lasts(parts))
 
     def _reload(self, parts: Parts) -> None:
         """Loads weights by vLLM's loader, which keeps tensors until a layer is complete."""
@@ -422,22 +455,23 @@ class VllmEngine:
     # Looking inside --------------------------------------------------------------------------------------------------
 
     def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
-        """Compares live layers with staged tensors (readback/linear.py); returns (layers, one-hot rows) compared."""
+        """Compares live layers with staged tensors (readback/linear.py); returns (layers, one-hot rows) compared.
+
+        Adapters are matrices as published. All their values are compared, whatever the mode (adapters.py).
+        """
+        held, whole = self._adapters, parts
         if not self._shard.is_whole:
-            whole = parts
             parts = Sweeps(lambda: (self._shard.part_of(part) for part in whole), lasts(whole))
-        parts, held = self._with_base(self._on_torch(parts), partial), self._adapters
-        if held is None:
-            return self._readback.compare(parts, mode, seed, partial=partial)
-        found = np.zeros(2, int)
-
-        def base() -> Iterator[Mapping[str, Any]]:
-            for part in parts:
-                found[:] += held.compare(part, mode, np.random.default_rng(seed))
-                yield {name: tensor for name, tensor in part.items() if not adapters.is_adapter(name)}
-
-        layers, rows = self._readback.compare(base(), mode, seed, partial=partial)
-        return layers + int(found[0]), rows + int(found[1])
+        with self._alone():
+            rest = self._prepared(parts, partial)
+            if rest is not None:
+                parts = [rest] if rest else []
+            else:
+                parts = self._with_base(self._on_torch(parts), partial)
+                parts = parts if held is None else (held.stage(part) for part in parts)
+            layers, rows = self._readback.compare(parts, mode, seed, partial=partial)
+            own, of_own = held.compare() if held is not None else (0, 0)
+        return layers + own, rows + of_own
 
     def _with_base(self, parts: Parts, partial: bool) -> Parts:
         """Appends the base's tensors in the trainer's memory to the tensors of a complete version."""

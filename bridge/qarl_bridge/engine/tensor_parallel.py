@@ -119,6 +119,9 @@ class ShardedEngine:
         self._tell("step")
         return self._own.step()
 
+    def prepare(self, copy: Copy) -> None:
+        """Does nothing: shards receive a version in the order of their calls, so while they do not decode."""
+
     def load(self, parts: Parts, *, partial: bool = False) -> None:
         """Replaces weights in place on every shard."""
         self._with_parts("load", parts, partial=partial)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bridge: a state machine around one engine that serves completions and loads published versions.
 
-    announce v -> stage -> validate whole -> drain -> pause -> load in place -> read back -> resume at v
+    announce v -> stage -> validate whole -> prepare -> drain -> pause -> load in place -> read back -> resume at v
 
 | transition    | owner             | limit                  | on failure                   | test (tests/bridge)      |
 |---------------|-------------------|------------------------|------------------------------|--------------------------|
@@ -10,12 +10,14 @@
 | announce      | peer's thread     | immediate              | refused: torn, foreign, ...  | test_announce_refuses_*  |
 | stage         | peer's thread     | client's silence limit | version dropped              | test_chunks_*, test_nccl |
 | validate      | peer's thread     | size / hash speed      | refused: torn, tensor        | test_validation_*       |
+| prepare       | peer's thread     | copy to the device     | version dropped              | test_partial             |
 | drain + pause | engine thread     | Commit.drain_timeout_s | refused: timeout             | test_drain_timeout_*     |
 | load          | engine thread     | none (memory copies)   | fenced, last good restored   | test_failed_load_*       |
 | read back     | engine thread     | none (a few matmuls)   | fenced, last good restored   | test_failed_read_back_*  |
 | resume        | engine thread     | immediate              | cannot fail                  | test_publish_then_*      |
 
-A failure up to and including drain leaves the engine serving its old version, unchanged.
+A failure up to and including drain leaves the engine serving its old version, unchanged. Only partial versions are
+prepared.
 
 Engine states: "empty" (started without weights: waits for its first version), "serving", "draining", "loading",
 "reading_back", "fenced" (a load failed and no good version could be restored; a complete new version ends this state).
@@ -482,6 +484,8 @@ class Bridge:
             try:
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:  # numpy and torch release the GIL
                     self._waits.reading(copy, peer, lambda: pool.submit(copy.validate))
+                if copy.manifest.base and not isinstance(copy, ChunkedCopy):
+                    self._engine.prepare(copy)
             except BaseException:
                 copy.close()
                 raise
@@ -590,4 +594,4 @@ class Bridge:
 
 
 def _sweeps(copy: Copy, begin: Callable[[], Iterator[Mapping[str, Any]]]) -> Sweeps:
-    return Sweeps(begin, lasting=not isinstance(copy, ChunkedCopy))
+    return Sweeps(begin, lasting=not isinstance(copy, ChunkedCopy), digest=copy.manifest.digest)

@@ -33,10 +33,15 @@ until the next part is requested, or longer where `lasts` is true."""
 
 @dataclasses.dataclass(frozen=True)
 class Sweeps:
-    """A re-iterable `Parts`: each iteration calls `begin`. lasting: tensors stay valid after their part."""
+    """A re-iterable `Parts`: each iteration calls `begin`.
+
+    Attributes:
+      lasting: tensors stay valid after their part. digest: of the version's manifest; empty: unknown.
+    """
 
     begin: Callable[[], Iterator[Mapping[str, Any]]]
     lasting: bool
+    digest: bytes = b""
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return self.begin()
@@ -48,8 +53,8 @@ def lasts(parts: Parts) -> bool:
 
 
 class Engine(Protocol):
-    """The interface of an inference engine. One thread calls all methods except `open_device` and `receive`. Tensors
-    are numpy arrays, or torch tensors on the engine's GPU."""
+    """The interface of an inference engine. One thread calls all methods except `open_device`, `receive` and
+    `prepare`. Tensors are numpy arrays, or torch tensors on the engine's GPU."""
 
     facts: messages.Facts
     expected: Mapping[str, messages.Expected]  # exactly the tensors a version must hold
@@ -77,6 +82,11 @@ class Engine(Protocol):
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
         """Receives a version from another GPU over NCCL; BridgeError("unshared") if it cannot.
         check: a callback, polled during the wait; an exception that it raises ends the wait."""
+
+    def prepare(self, copy: Copy) -> None:
+        """Copies a valid partial version to the engine's device while the engine computes, if its load is then faster.
+
+        `load` and `read_back` of parts with its digest read that copy. BridgeError("torn") if it has other bytes."""
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
         """Replaces all weights in place and clears the prefix and KV caches.

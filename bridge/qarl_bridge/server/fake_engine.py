@@ -56,6 +56,7 @@ class FakeEngine:
         self.fail_load = 0  # number of coming loads to fail half-way
         self.fail_read_back = 0
         self.loads = self.loaded_bytes = 0  # so far
+        self.prepared: list[int] = []
         self.stall = False  # steps make no progress
         self.trainers_forgotten = 0
         self.mapper: Callable[[messages.Manifest, messages.DeviceMemory], Copy] | None = None
@@ -92,6 +93,10 @@ class FakeEngine:
                     Finished(request_id, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), reason)
                 )
         return finished
+
+    def prepare(self, copy: Copy) -> None:
+        """Records the version's step in `prepared`."""
+        self.prepared.append(copy.manifest.version.step)
 
     def load(self, parts: Parts, *, partial: bool = False) -> None:
         """Copies the tensors; fails after the first one while `fail_load` is positive."""
