@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from qarl_bridge.protocol import adapters, formats
 
 from qarl_jax import models
 from qarl_jax.memory.learner import GIB, Shapes, held_once, nbytes, shapes
@@ -64,6 +66,28 @@ def layer_copies(weights: PolicyWeights) -> int:
     return nbytes([q for q in layers if q.scheme.held_twice]) + 2 * largest
 
 
+@_of_a_version
+def adapter_copies(weights: PolicyWeights) -> int:
+    """Bytes of an engine's adapters in addition to the published ones.
+
+    Layers that vLLM fuses have one adapter, whose B is block diagonal. The engine holds a live and a staged version
+    (`qarl_bridge.engine.adapters`), and checks 32 MiB of the staged one at a time.
+    """
+    shapes = {place.name: place.shape for place in gpu_staging.layout(weights) if adapters.is_adapter(place.name)}
+    layers: dict[str, list[str]] = {}
+    for name in shapes:
+        if name.endswith(adapters.A):
+            module = adapters.module_of(name)
+            layers.setdefault(formats.live_module(f"{module}.weight"), []).append(module)
+    fused = 0
+    for modules in layers.values():
+        a, b = ([shapes[module + end] for module in modules] for end in (adapters.A, adapters.B))
+        ranks = sum(rank for rank, _ in a)
+        fused += ranks * (a[0][1] + sum(outputs for outputs, _ in b))
+    published = sum(math.prod(shape) for shape in shapes.values())
+    return 2 * (2 * fused - published) + (32 << 20) * bool(fused)
+
+
 def staging_bytes(cfg: RunConfig) -> int:
     """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many.
 
@@ -110,7 +134,7 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     logits = engine.max_num_seqs * model.vocab_size * 4
     invariant, shards = engine.arithmetic == "batch_invariant", engine.tensor_parallel_size
     parts = {
-        "weights": published_bytes(cfg) // shards,
+        "weights": published_bytes(cfg) // shards + adapter_copies(cfg),
         "layers as multiplied": layer_copies(cfg) // shards if invariant else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.

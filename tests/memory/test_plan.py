@@ -5,14 +5,17 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
 import re
 import subprocess
 import sys
+import types
 
 import pytest
+from qarl_bridge.protocol import adapters, formats
 
 from benchmarks import memory_adapters, memory_one_base
 from benchmarks.shapes import Setting
@@ -20,6 +23,7 @@ from benchmarks.shapes import planned as planned_shapes
 from qarl_jax import train
 from qarl_jax.memory import choose, engine, learner, plan
 from qarl_jax.memory.costs import Cost
+from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.run import config
@@ -169,6 +173,29 @@ def test_a_frozen_base_takes_one_buffer_and_none_where_the_plan_may_choose(run):
     settled, made = choose.settle(run(lora, "rollout.engine.memory=auto", "rollout.engine.kv_cache_gb=0"), H200)
     assert (settled.rollout.engine.transport, made.staging) == ("host", 0)
     assert any("the base goes through host memory" in line for line in made.lines())
+
+
+def test_an_engine_s_adapters_are_planned_as_it_allocates_them(run):
+    """Live and staged, of fused layers; `engine.published_bytes` has the published ones."""
+    torch = pytest.importorskip("torch")
+    live = pytest.importorskip("qarl_bridge.engine.adapters")
+    cfg = run("lora={rank: 8, alpha: 8}")
+    made = learner.shapes(cfg)
+    places = gpu_staging.layout(PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published))
+    shapes = {place.name: list(place.shape) for place in places if adapters.is_adapter(place.name)}
+    modules = {}
+    for name in shapes:
+        module = formats.live_module(f"{adapters.module_of(name)}.weight")
+        parent, _, leaf = module.rpartition(".")
+        parts = [f"{parent}.{part}" for part in formats.FUSED.get(leaf, (leaf,))]
+        sizes = [shapes[part + adapters.B][0] for part in parts]
+        layer = types.SimpleNamespace(quant_method=None, output_partition_sizes=sizes, output_size=sum(sizes))
+        layer.input_size, layer.forward = shapes[parts[0] + adapters.A][1], len
+        modules[module] = layer
+    held = live.Adapters(modules, shapes, product=max, dtype=torch.bfloat16, device="meta")
+    published = 2 * sum(math.prod(shape) for shape in shapes.values())
+    assert engine.adapter_copies(cfg) == held._live.nbytes + held._staged.nbytes - published + live._CHECKED_BYTES
+    assert engine.adapter_copies(run()) == 0
 
 
 def test_an_nvfp4_base_that_learner_and_engine_hold_once_is_counted_once(run):
