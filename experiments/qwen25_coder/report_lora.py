@@ -45,7 +45,8 @@ def before(run: Run, runs: dict[str, Run], asked: Sequence[Sequence[str]]) -> np
     """Returns the share of right responses of the untrained model under a run's sampler; None: it was not judged."""
     quant = yaml.safe_load(run.files["config.yaml"])["quant"]
     untrained = runs.get(f"{report.UNTRAINED}{quant['rollout'] or quant['forward']}")
-    found = {} if untrained is None else untrained.right("own")
+    answers = [] if untrained is None else untrained.lines("suite.jsonl")  # `evaluate` on the config's data alone
+    found = {one["uid"]: one["num_correct"] / len(one["responses"]) for one in answers}
     return np.array([np.mean([found[uid] for uid in uids]) for uids in asked]) if found else None
 
 

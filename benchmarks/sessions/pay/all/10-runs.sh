@@ -1,12 +1,14 @@
-# What the 1.5B's plan lacks: runs that share a GPU, the next when one of them ends. LORA=1: PLAN_lora.md's in their place,
-# three a GPU, of STEPS steps (20). RUNS: other runs. While the model arrives, two runs of one step with random weights and
-# short responses compile what the runs will need.
+# What the 1.5B's plan lacks: runs that share a GPU, the next when one of them ends. While the model arrives, two runs of one
+# step with random weights and short responses compile what the runs will need.
+# LORA=1: the runs of PLAN_lora.md, three on a GPU of 141 GB or two on one of 80 GB, STEPS (20) each. RUNS: other runs.
 # TINY=1 LORA=1 RESULTS=DIR MODELS=DIR QUEUE=DIR tries every arm on a CPU with the real 0.5B.
 tiny=${TINY:-} lora=${LORA:-} python=${PYTHON:-python3} configs=configs/qwen25_coder_0p5b more=()
 model=$MODELS/qwen25-coder-1.5b
 arms=(aligned_grpo_w4a16 bf16_grpo rollout_w4a16_tbpo) runs=() untrained=(base:w4a16 base:bf16)
 for seed in 1 2 3; do for arm in "${arms[@]}"; do runs+=("$arm:$seed"); done; done
 if [ -n "$lora" ]; then
+  mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null || echo 0)
+  [ "$mib" -gt 100000 ] || export JOBS=${JOBS:-2} FRACTION=${FRACTION:-0.24} # the learner is planned to take 15.2 GiB
   export CONFIG=lora JOBS=${JOBS:-3} LEAST=${LEAST:-400}
   more=(train.steps="${STEPS:-20}")
   # Where two GPUs take turns, each has both arms of the pair.
@@ -26,9 +28,9 @@ if [ -n "$tiny" ]; then
 else
   until [ -e "$SITE/installed" ]; do sleep 0.5; done
   gpus=$(nvidia-smi --list-gpus | wc -l)
-  number=0
-  for arm in qarl_w4a16 rollout_w4a16_grpo; do
-    CUDA_VISIBLE_DEVICES=$((number++ % gpus)) timeout -s KILL 110 env ${lora:+XLA_PYTHON_CLIENT_MEM_FRACTION=0.33} "$python" \
+  for warm in 0:qarl_w4a16 1:rollout_w4a16_grpo; do
+    arm=${warm#*:}
+    CUDA_VISIBLE_DEVICES=$((${warm%:*} % gpus)) timeout -s KILL 110 env ${lora:+XLA_PYTHON_CLIENT_MEM_FRACTION=0.33} "$python" \
       -m qarl_jax.train --config "$configs/${CONFIG:-$arm}.yaml" ${CONFIG:+"arm=$arm"} model.path="$model" \
       model.init=random run_dir="/tmp/warm/$arm" train.steps=1 rollout.max_response_len=32 \
       rollout.engine.gpu_memory_utilization=0.13 eval.at_start=false eval.at_end=false eval.every=0 \
