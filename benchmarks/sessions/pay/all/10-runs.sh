@@ -4,8 +4,9 @@
 # TINY=1 LORA=1 RESULTS=DIR MODELS=DIR QUEUE=DIR tries every arm on a CPU with the real 0.5B.
 tiny=${TINY:-} lora=${LORA:-} python=${PYTHON:-python3} configs=configs/qwen25_coder_0p5b more=()
 model=$MODELS/qwen25-coder-1.5b
-arms=(aligned_grpo_w4a16 bf16_grpo rollout_w4a16_tbpo) runs=() untrained=(base:w4a16 base:bf16)
+arms=(aligned_grpo_w4a16 bf16_grpo rollout_w4a16_tbpo) runs=()
 for seed in 1 2 3; do for arm in "${arms[@]}"; do runs+=("$arm:$seed"); done; done
+runs+=(base:w4a16 base:bf16)
 if [ -n "$lora" ]; then
   mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null || echo 0)
   [ "$mib" -gt 100000 ] || export JOBS=${JOBS:-2} FRACTION=${FRACTION:-0.24} # the learner is planned to take 15.2 GiB
@@ -13,17 +14,15 @@ if [ -n "$lora" ]; then
   more=(train.steps="${STEPS:-20}")
   # Where two GPUs take turns, each has both arms of the pair.
   runs=(qarl_w4a16:1 rollout_w4a16_grpo:1 rollout_w4a16_grpo:2 qarl_w4a16:2 qarl_w4a16:3 rollout_w4a16_grpo:3)
-  for arm in bf16_grpo qarl_w8a8; do for seed in 1 2 3; do runs+=("$arm:$seed"); done; done
-  untrained+=(base:w8a8)
+  runs+=(bf16_grpo:1 qarl_w8a8:1 base:w4a16 base:bf16 base:w8a8 {bf16_grpo,qarl_w8a8}:2 {bf16_grpo,qarl_w8a8}:3)
 fi
-runs+=("${untrained[@]}")
-[ -z "${RUNS:-}" ] || read -r -a runs <<<"$RUNS"
 if [ -n "$tiny" ]; then
   export JOBS=1 LEAST=1
   model=$MODELS/qwen25-coder-0.5b runs=(qarl_w4a16:1 rollout_w4a16_grpo:1 bf16_grpo:1 qarl_w8a8:1 base:w8a8)
   more=(train.steps=1 train.prompts_per_step=2 train.prompts_per_update=1 rollout.num_samples_per_prompt=2
     rollout.max_response_len=8 rollout.engine.max_model_len=400 rollout.engine.max_num_seqs=8 rollout.engine.kv_cache_gb=0.3
-    rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128)
+    rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128
+    train.entropy_coef=0.01) # a gradient, whatever the reward
   gpus=1
 else
   until [ -e "$SITE/installed" ]; do sleep 0.5; done
@@ -39,6 +38,7 @@ else
   wait
   until [ -e "$model/ready" ]; do sleep 0.5; done
 fi
+[ -z "${RUNS:-}" ] || read -r -a runs <<<"$RUNS"
 share=$(($(nproc) / gpus))
 for gpu in $(seq 0 $((gpus - 1))); do
   work=$RESULTS/$gpu these=()
