@@ -34,7 +34,9 @@ QAT = sorted((ROOT / "configs" / "qat").glob("*.yaml"))
 MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
 FIRST_RUN = (ROOT / "docs" / "first_gpu_run.md").read_text()
 FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs").rglob("*arms.yaml"), *QAT})
-WORKBENCH = ROOT / "configs" / "qwen25_coder_0p5b" / "workbench.yaml"
+QWEN = ROOT / "configs" / "qwen25_coder_0p5b"
+WORKBENCH = QWEN / "workbench.yaml"
+ADAPTERS = QWEN / "lora.yaml"
 QURL, QERL = (
     sorted(path.stem for path in PAPERS.glob(f"{paper}_*.yaml") if path not in TABLES) for paper in ("qurl", "qerl")
 )
@@ -77,6 +79,15 @@ def test_an_arm_of_the_workbench_differs_from_qarl_in_what_is_learned_alone(arm)
     differ = {key for key in base.keys() | made.keys() if base.get(key) != made.get(key)}
     assert differ
     assert all(key.split(".")[0] in {"loss", "advantage", "kl", "quant", "run_dir"} for key in differ), differ
+
+
+@pytest.mark.parametrize("arm", sorted(schema.arms_of(config.RunConfig, ADAPTERS)))
+def test_adapters_differ_from_the_full_parameter_run_of_that_name_in_rate_and_section_alone(arm):
+    own = QWEN / f"{arm}.yaml"
+    full = config.load(own) if own.exists() else config.load(QWEN / "qarl_w4a16.yaml", ["quant.forward=w8a8"])
+    left, right = (flat(config.to_dict(cfg)) for cfg in (full, config.load(ADAPTERS, [f"arm={arm}"])))
+    differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
+    assert {key for key in differ if not key.startswith("lora")} == {"optimizer.lr", "run_dir"}
 
 
 @pytest.fixture(scope="module")

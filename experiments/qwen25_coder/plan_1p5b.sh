@@ -28,8 +28,8 @@ if [ -n "$mib" ]; then
   export CARDS=${CARDS:-${visible//,/ }}
   [ "${mib%%$'\n'*}" -lt 100000 ] || export JOBS=${JOBS:-2}
 fi
-# Room for an engine: two runs share a GPU of 141 GB, or one has 80 GB.
-room=(rollout.engine.kv_cache_gb=6 rollout.engine.gpu_memory_utilization="$([ "${JOBS:-1}" = 2 ] && echo 0.13 || echo 0.22)")
+# Room for an engine: two runs share a GPU of 141 GB (three with adapters), or one has 80 GB.
+room=(rollout.engine.kv_cache_gb=6 rollout.engine.gpu_memory_utilization="$([ "${JOBS:-1}" -gt 1 ] && echo 0.13 || echo 0.22)")
 mkdir -p "$work"
 questions=$work/questions.jsonl
 [ -e "$questions" ] || "${PYTHON:-python3}" -m experiments.qwen25_coder.questions "$MODEL" "$questions"

@@ -15,6 +15,7 @@
 # one that was judged is not run again, and its checkpoint is gone unless KEEP is set. What comes of it, without weights,
 # is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
+# CONFIG: a file of that folder whose arms the ARMs then are (lora: PLAN_lora.md).
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
 # (all the plan judges by), from where `make data` puts them; `none`: the run's own last evaluation judges it
 # (PLAN_1p5b.md). EVAL_S: seconds kept for evaluation (150). LEAST: seconds that a run's training must have left, or it
@@ -83,7 +84,7 @@ one() { # ARM:SEED
   esac
   dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
   [ -e "$dir/judged" ] && return
-  timeout -s INT -k 120 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
+  timeout -s INT -k 120 "$limit" "$python" -m qarl_jax.train --config "$configs/${CONFIG:-$arm}.yaml" ${CONFIG:+"arm=$arm"} \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
     >>"$work/log/$(basename "$dir").train" 2>&1
   code=$?
