@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.kernels import products
@@ -163,6 +164,10 @@ def expert_dot(
       ValueError: `qtensor` has another shape than the masters.
     """
     _check(master, qtensor)
+    if isinstance(
+        qtensor, QTensor
+    ):  # else XLA may transpose a stack's codes before its loop: a second copy of all layers
+        qtensor = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), qtensor)
     return _multiply(numerics, (jnp.dtype(master.dtype), None), x, master, qtensor, None, group_sizes, None)
 
 
