@@ -4,9 +4,9 @@
 
     python -m benchmarks.memory_adapters --out benchmarks/results/memory_adapters_h200.json
 
-The runs are arms of configs/gpu/recipes.yaml, one row of 2,560 tokens. A line per case: bytes of the gradients'
-program, compiled for an H200, and `memory.learner.parts`. Needs what `benchmarks.memory` needs. With a chunk of 128
-tokens the layers' backward is the fullest moment, else the log-probs' forward.
+The runs are arms of configs/gpu/recipes.yaml, one row of 2,560 tokens, or of 18,432. A line per case: bytes of the
+gradients' program, compiled for an H200, and `memory.learner.parts`. Needs what `benchmarks.memory` needs. With a chunk
+of 128 tokens the layers' backward is the fullest moment, else the log-probs' forward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from qarl_jax.run.config import RunConfig
 
 RECIPES = "configs/gpu/recipes.yaml"
 SHORT = "train.logprob_chunk=128"
+LONG = ["data.max_prompt_len=2048", "rollout.max_response_len=16384", "rollout.engine.max_model_len=18432"]
 CASES: list[tuple[str, str, list[str]]] = [  # shapes, arm, overrides
     ("4b", "1x24_lora", ["model.remat=full"]),
     ("4b", "1x24_lora", ["model.remat=mixer"]),
     *(("32b", "1x80_lora", [f"model.remat={remat}"]) for remat in ("full", "attention", "mixer", "dots")),
     ("32b", "1x80_lora", ["model.remat=full", SHORT]),
     ("4b", "1x24_lora", ["model.remat=mixer", "quant.engine=plain"]),
+    *(("30b-a3b", "1x80_lora", [f"model.remat={remat}", *LONG]) for remat in ("full", "mixer")),
+    ("30b-a3b", "1x80_lora", ["model.remat=full"]),
 ]
 
 
@@ -38,7 +41,6 @@ def run_of(folder: pathlib.Path, shapes: str, arm: str, overrides: list[str]) ->
     if not (folder / "config.json").exists():
         random_folder.make(folder, random_folder.config_of(shapes, 0), weights=False)
     absent = [
-        "model.attention=cudnn",
         "quant.engine=cuda",
         "rollout.engine.memory=given",
         "train.grad_dtype=float32",

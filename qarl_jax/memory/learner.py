@@ -162,8 +162,10 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
     """Bytes per token and layer that the recomputation policy keeps beyond the layer's two inputs."""
     width = model.compute_dtype.itemsize
     hidden, heads, projected, inner = _widths(model)
-    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed. Then the norms'.
-    statistics = 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
+    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed; none where the
+    # backward recomputes another kernel's forward (`attention.choose`). Then the norms'.
+    recomputed = model.numerics.block_attention and model.attention in ("auto", "flash3")
+    statistics = 0 if recomputed else 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
     statistics += 4 * (2 + (model.num_heads + model.num_kv_heads) * model.qk_norm)
     if model.remat == "none":  # every tensor that a backward reads, those in float32 too
         elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
@@ -184,23 +186,40 @@ def saved_activations(model: models.ModelConfig, positions: int, max_segments: i
     return model.num_layers * positions * (inputs + _kept(model, max_segments))
 
 
-def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+def attention_workspace(model: models.ModelConfig, positions: int, max_segments: int) -> int:
+    """Bytes that cuDNN's backward of packed rows takes, which XLA does not plan.
+
+    A float32 dQ and two statistics per segment slot, each as long as the row (read off an H100,
+    benchmarks/results/cudnn_workspace_h100.json).
+    """
+    if max_segments == 1 or model.attention in ("xla", "splash"):
+        return 0
+    return 4 * (max_segments + 1) * positions * model.num_heads * (model.head_dim + 2)
+
+
+def layer_activations(
+    model: models.ModelConfig, positions: int, max_segments: int = 1, *, frozen_experts: bool = False
+) -> int:
     """Peak bytes while one layer is recomputed and differentiated, besides its saved activations.
 
     Three factors are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
-    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two. Everything else in the plan is counted.
+    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two, and on one where experts are frozen
+    (benchmarks/memory_adapters.py). Everything else in the plan is counted. Attention's backward is a moment of its own
+    where its workspace is larger than the rest: queries, keys, values and outputs, their gradients and copies
     """
-    hidden, _, projected, inner = _widths(model)
+    hidden, heads, projected, inner = _widths(model)
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
     own = positions * max(whole - _kept(model, max_segments), whole / 4)
     if model.moe is not None:
         # Copies of tokens for their experts, wider where they are summed in float64; a layer's experts, gathered, and
-        # dequantized.
-        copies = (8 if model.numerics.float64_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
+        # dequantized, twice where they learn.
+        copies = 8 if model.numerics.float64_experts and not frozen_experts else 2
+        copies *= positions * model.moe.num_experts_per_tok * hidden
         copies *= model.numerics.shards  # an upper bound: each shard of the engine has a sum of its own
-        experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
+        experts = (4 if frozen_experts else 6) * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize
-    return round(own)
+    attention = positions * (12 * heads + 4 * hidden) * model.compute_dtype.itemsize
+    return round(max(own, attention + attention_workspace(model, positions, max_segments)))
 
 
 def logprob_moments(model: models.ModelConfig, positions: int, tokens: int) -> tuple[int, int]:
@@ -358,7 +377,8 @@ def update_parts(
     if not {"embed.kernel", "head.kernel"} & learned.keys():
         vocabulary = 0
     saved = saved_activations(model, positions, max_segments)
-    layers = saved + layer_activations(model, positions, max_segments) + decoded
+    frozen_experts = not any(path.endswith((".moe.gate.kernel", ".moe.down.kernel")) for path in learned)
+    layers = saved + layer_activations(model, positions, max_segments, frozen_experts=frozen_experts) + decoded
     if backward != "bf16":
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
