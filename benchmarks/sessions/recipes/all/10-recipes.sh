@@ -1,5 +1,5 @@
 # Recipes at their own lengths with random weights, on four GPUs: three steps of an update of 64 responses each. Then QaRL's
-# runs with responses of 16,384 tokens, 16 a GPU. Beside them the real 0.5B (arrive.py of the session `pay` makes its folder)
+# runs with responses of 16,384 tokens, 16 a GPU; these alone on two GPUs of 141 GB, the 30B-A3B with adapters. Beside them the real 0.5B (arrive.py of the session `pay` makes its folder)
 # trains with three kinds of masters. GPUs of 80 GB take what benchmarks/results/recipes_h100.json lacks.
 # TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU, in nine minutes.
 source benchmarks/sessions/tp/common.sh
@@ -24,7 +24,7 @@ recipe() {
 long() { # MODEL GPUS OVERRIDES...: responses of the paper's length
   local gpus=$2 count=$(($(tr -cd , <<<"$2" | wc -c) + 1))
   local left=$(bash benchmarks/offline_host.sh left)
-  PROMPTS=$((2 * count)) LIMIT=900 STEPS=$((left > 950 ? 2 : 1)) recipe "$1_16k_$count" "$gpus" "$papers/qwen3_$1_base.yaml" arm=tbpo \
+  PROMPTS=$((${EACH:-2} * count)) LIMIT=900 STEPS=$((left > 700 ? 2 : 1)) recipe "$1_16k_$count" "$gpus" "$papers/qwen3_$1_base.yaml" arm=tbpo \
     train.micro_batch_rows="$count" "${@:3}"
 }
 
@@ -52,7 +52,11 @@ nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits
 watch=$!
 disown "$watch" # nobody waits for it
 memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0)
-if [ "$memory" -gt 100000 ]; then
+if [ "$memory" -gt 100000 ] && [ "$(nvidia-smi --list-gpus | wc -l)" = 2 ]; then
+  EACH=1 long 8b 0 & # its KV cache holds eight such responses
+  long 30b_a3b 1 lora.rank=32 optimizer.name=adamw optimizer.offload=false &
+  wait
+elif [ "$memory" -gt 100000 ]; then
   (
     recipe 1x141 0 $recipes arm=1x141 &
     recipe 1x141_bf16 1 $recipes arm=1x141_bf16 &
