@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from qarl_jax import doctor, plot
+from qarl_jax.advise import forecast
 from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
@@ -182,9 +183,11 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
     with published.folder(cfg.model.path) as folder:  # its shapes are all that is needed
         cfg = config.replaced(cfg, {"model.path": folder})
         doctor.ask([doctor.positions(cfg)])
-        settled, made = choose.settle(cfg, size or plan.capacity())
+        size = size or plan.capacity()
+        settled, made = choose.settle(cfg, size)
         print(config.to_yaml(config.replaced(settled, {"model.path": path})))
-        print_plan(settled, made, lines)
+        step = None if size is None else forecast.line(settled, size)
+        print_plan(settled, made, [*lines, *([("a step", step)] if step else [])])
         print(plan.describe(settled))
     if absent is not None:
         print(f"not on this machine, so the prompts are not checked: {absent}")

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from qarl_jax import qat, train
+from qarl_jax.advise import forecast
 from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
 from qarl_jax.memory import choose
@@ -147,7 +148,9 @@ def test_every_arm_fits_its_headers_hardware_with_an_engine_on_every_gpu(path, f
     gpus, size = map(int, ON_GPUS[path].groups())
     own = "arms" in yaml.safe_load(path.read_text())  # a file made from another answers for its own run
     for arm in [[f"arm={arm}"] for arm in schema.arms_of(config.RunConfig, path)] if own else [[]]:
-        planned(path, folders, gpus, size, *arm)
+        settled, _ = planned(path, folders, gpus, size, *arm)
+        if settled.rollout.engine_name == "vllm" and size in (80, 141):
+            assert re.match(r"\d+ (s|min) on H[12]00 ", forecast.line(settled, int(GIB_OF[size] * 2**30)))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from qarl_jax import quant
 from qarl_jax.advise import counts
 from qarl_jax.advise.counts import Terms
-from qarl_jax.advise.machines import Machine
+from qarl_jax.advise.machines import MACHINES, Machine
 from qarl_jax.memory import choose, learner
 from qarl_jax.memory.engine import kv_bytes
 from qarl_jax.memory.learner import GIB
@@ -178,6 +178,20 @@ def of_run(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> Forecast:
         k3=alignment.of_run(cfg).known_k3,
         k3_bf16=0.0 if scheme is None else scheme.baseline_k3,
     )
+
+
+def line(cfg: RunConfig, size: int) -> str | None:
+    """Describes the time of a settled run's step by phase; None: steps on GPUs of `size` bytes were not measured."""
+    machine = next((m for m in MACHINES.values() if m.is_measured and abs(m.size - size) < 0.03 * m.size), None)
+    if machine is None or not isinstance(cfg.rollout.engine, VllmConfig):
+        return None
+    phases = seconds(counts.of_step(on_a_gpu(cfg), machine), RATES)
+    names = {"rollout": "sampling", "old_logprobs": "scoring", "update": "update", "publish": "publish"}
+    total = sum(phases.values())
+    unit, each = ("min", 60.0) if total >= 600 else ("s", 1.0)
+    parts = ", ".join(f"{said} {phases[phase] / each:.1f}" for phase, said in names.items())
+    error = ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
+    return f"{total / each:.0f} {unit} on {machine.kind} (forecast, +-{error:.0%}) if all responses are full: {parts}"
 
 
 def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | None:
