@@ -60,6 +60,7 @@ MEASURED = (
     dataclasses.replace(LONG_ROW, moments="int8"),
     dataclasses.replace(LONG_ROW, offload=True),
     dataclasses.replace(LONG_ROW, moments="int8", offload=True),
+    dataclasses.replace(SHIPPED, segments=16),
 )
 
 CASES = (
@@ -100,7 +101,7 @@ CASES = (
         )
         for scheme, remat in (("bf16", "full"), ("bf16", "mixer"), ("w4a16", "attention"), ("w8a8", "mixer"))
     ),
-    *MEASURED[2:],
+    *MEASURED[2:5],
     dataclasses.replace(LONG_ROW, master="float32", offload=True),
     dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment
 )
