@@ -1,6 +1,8 @@
 # What the jobs here share: limits of time, cards, and the commands of more than one job.
 TINY=${TINY:-}
 PYTHON=${PYTHON:-python3}
+gpus=4
+! command -v nvidia-smi >/dev/null || gpus=$(nvidia-smi --list-gpus | wc -l)
 
 # limited NAME SECONDS COMMAND...: runs it for so long at most, or not at all where the host is gone before; what it found
 # and, on failure, the ends of its log and of the engine's (NAME.engine) are printed, and lie in RESULTS.

@@ -1,5 +1,5 @@
-# Whole steps on four cards, 1.7B shapes under w8a8: synchronous, the learner over all four with an engine on each;
-# then staleness 1 and 4, the learner on two and engines on the other two. Tokens per second are in the lines, the busy
+# Whole steps on four cards (or two), 1.7B shapes under w8a8: synchronous, the learner over all with an engine on each;
+# then staleness 1 and 4, the learner on half of them and engines on the other half. Tokens per second are in the lines, the busy
 # share of each card, once a second, in busy_*.csv.
 source benchmarks/sessions/tp/common.sh
 sizes=(--batch 512 --response-len 1024 --mean-len 400 --updates 4 --steps 4) seqs=256 stales="1 4" more=()
@@ -29,9 +29,10 @@ steps() {
   }
   return $code
 }
-steps synchronous 4
+steps synchronous "$gpus"
+half=$((gpus / 2))
 for staleness in $stales; do
-  apart=(rollout.engine.replicas=2 "rollout.engine.visible_gpus=2;3" rollout.engine.shares_gpus=false)
+  apart=(rollout.engine.replicas=$half "rollout.engine.visible_gpus=$(seq -s ';' $half $((gpus - 1)))" rollout.engine.shares_gpus=false)
   apart+=(rollout.engine.max_num_seqs=$seqs train.asynchronous.max_staleness=$staleness)
-  steps stale$staleness 2 "${apart[@]}" || steps stale${staleness}_host 2 "${apart[@]}" rollout.engine.transport=host
+  steps stale$staleness $half "${apart[@]}" || steps stale${staleness}_host $half "${apart[@]}" rollout.engine.transport=host
 done
