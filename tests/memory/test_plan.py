@@ -175,6 +175,26 @@ def test_a_frozen_base_takes_one_buffer_and_none_where_the_plan_may_choose(run):
     assert any("the base goes through host memory" in line for line in made.lines())
 
 
+@pytest.mark.parametrize(
+    ("sections", "advised"),
+    [(("lora={rank: 8, alpha: 8}",), "rollout.engine.transport=host"), ((), "train.micro_batch_rows=1")],
+    ids=["adapters", "all learns"],
+)
+def test_a_transport_that_is_given_is_kept_or_the_run_is_refused(run, sections, advised):
+    left = (*sections, "rollout.engine.memory=auto", "rollout.engine.kv_cache_gb=0", "optimizer.offload=true")
+    cfg, through_host = (run(*left, f"rollout.engine.transport={way}") for way in ("cuda_ipc", "host"))
+    settled, made = choose.settle(cfg, H200)
+    assert settled.rollout.engine.transport == "cuda_ipc"
+    assert made.staging == engine.staging_bytes(cfg) >= engine.published_bytes(cfg)
+    sizes = range(20 * GIB, H200, GIB // 2)  # the smallest GPU on which versions fit only through host memory
+    size = next(size for size in sizes if choose.fits(through_host, size))
+    with pytest.raises(UserError, match=re.escape(f"It fits with: {advised}")):
+        choose.settle(cfg, size)
+    given = run(*sections, "optimizer.offload=true", "rollout.engine.transport=cuda_ipc")  # memory, too
+    with pytest.raises(UserError, match=re.escape(advised)):
+        choose.settle(given, size)
+
+
 def test_an_engine_s_adapters_are_planned_as_it_allocates_them(run):
     """Live and staged, of fused layers; `engine.published_bytes` has the published ones."""
     torch = pytest.importorskip("torch")

@@ -36,7 +36,8 @@ class Config(messages.EngineOptions):
     shares_gpus: true if the GPUs of `visible_gpus` are the learner's, too: the memory plan of a GPU then counts both.
     transport: how weights reach the engine: "cuda_ipc" (engine and learner on one GPU; no copy through the host),
       "nccl" (between two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another
-      host). "auto": on one host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
+      host). "auto": on one host cuda_ipc or nccl, whichever fits, else host. The choice is logged. Adapters of a
+      frozen base always go through the host.
     memory: "given": the engine uses `kv_cache_gb` and `gpu_memory_utilization` as set; "auto": both are chosen before a
       training run starts: a KV cache for the sequences of a step, or less where the GPU is too small for it.
     staging_buffers: GPU buffers for versions: 2: the served version and the next; 1: the next overwrites the served

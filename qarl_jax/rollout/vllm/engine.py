@@ -258,10 +258,17 @@ class VllmEngine(RolloutEngine):
         """Allocates a frozen base that the engine reads in the learner's memory; see `RolloutEngine`.
 
         Raises:
-          UserError: the device has no room for the base, or its memory cannot be exported.
+          UserError: the device has no room for the base, its memory cannot be exported, or is no GPU's under
+            transport=cuda_ipc.
         """
-        if mesh.devices.flat[0].platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
+        platform = mesh.devices.flat[0].platform
+        if platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
             return None
+        if platform == "cpu" and self._config.transport == "cuda_ipc":
+            raise UserError(
+                "rollout.engine.transport=cuda_ipc: the learner runs on cpu, and shares a base in the host's memory;"
+                " set auto or host"
+            )
         try:
             self._one_base = OneBase(graphdef, mesh)
         except BridgeError as error:
