@@ -17,7 +17,7 @@ import types
 import pytest
 from qarl_bridge.protocol import adapters, formats
 
-from benchmarks import memory_adapters, memory_one_base
+from benchmarks import memory_adapters, memory_one_base, random_folder
 from benchmarks.shapes import Setting
 from benchmarks.shapes import planned as planned_shapes
 from qarl_jax import train
@@ -233,6 +233,41 @@ def test_an_nvfp4_base_that_learner_and_engine_hold_once_is_counted_once(run):
     assert activations[1] - activations[0] == decoded
     assert any("base, of learner and engine" in line for line in once.lines())
     assert "held once by learner and engine" in plan.describe(run(*adapters, "rollout.engine.transport=auto"))
+
+
+PPO = ("loss={name: ppo}", "advantage={name: gae}", "lora={rank: 8, alpha: 8}", "optimizer.name=adamw")
+
+
+def test_a_critic_that_decodes_the_shared_base_is_planned_in_its_own_dtype(run):
+    critic = "critic={lora: {rank: 8, alpha: 8}, dtype: float32}"
+    coded, plain = (learner.parts(run(*PPO, critic, f"quant.forward={scheme}")) for scheme in ("w4a16", "bf16"))
+    name = "activations (estimate)"
+    assert coded[name] - plain[name] == 3 * 4 * 9728 * 2560
+    assert "reading the critic's base (estimate)" not in coded
+
+
+def test_the_base_of_a_critics_adapters_is_planned_while_it_is_read(run, tmp_path):
+    """21 of 36 layers of a weight are read at once, beside the policy's base and what is read of the critic's."""
+    small = QWEN3_4B | {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    few = ("train.micro_batch_rows=1", "train.row_len=576", "train.max_segments=1", "train.logprob_chunk=128")
+    critic = f"critic={{lora: {{rank: 8, alpha: 8}}, path: {run().model.path}}}"
+    parts = learner.parts(run(*PPO, *few, critic, f"model.path={tmp_path}"))
+    assert parts["critic's frozen weights"] == 2 * learner.parameters(run())
+    there = ("masters", "QTensors", "frozen weights", "critic's masters", "critic's frozen weights")
+    beside = sum(size for name, size in parts.items() if name not in there)
+    assert beside == 3 * 21 * 2 * 9728 * 2560
+    assert parts["reading the critic's base (estimate)"] > 0
+
+
+def test_frozen_experts_of_a_critic_are_planned_without_their_gradients(run, shapes_folder):
+    folder = shapes_folder / "critic of experts"
+    random_folder.make(folder, made := random_folder.config_of("30b-a3b", 0), weights=False)
+    sections = ("{lora: {rank: 8, alpha: 8}, path: %s, dtype: float32}", "{path: %s, dtype: float32}")
+    frozen, learned = (learner.parts(run(*PPO, f"critic={section % folder}")) for section in sections)
+    experts = 4 * made.moe.num_experts * made.moe.intermediate_size * made.hidden_size
+    name = "activations (estimate)"
+    assert learned[name] - frozen[name] == 2 * experts
 
 
 @pytest.mark.parametrize("number", range(2))
