@@ -248,10 +248,10 @@ def without_autotuning() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-    """Returns the text of the result file: how it was made, then a line per case."""
+def report(rows: list[dict[str, Any]], module: str) -> str:
+    """Returns the text of the result file: how it was made (`python -m module`), then a line per case."""
     head = {
-        "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
         "how": "compiled ahead of time for H200s (benchmarks/targets/h200.txtpb), cuDNN attention; no GPU present",
         "jax": jax.__version__,
     }
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(rows[-1]), flush=True)
         jax.clear_caches()
         if args.out:
-            pathlib.Path(args.out).write_text(report(rows))
+            pathlib.Path(args.out).write_text(report(rows, __spec__.name))
     return 0
 
 

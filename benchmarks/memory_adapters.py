@@ -64,9 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(rows[-1]), flush=True)
             jax.clear_caches()
             if args.out:
-                pathlib.Path(args.out).write_text(
-                    memory.report(rows).replace("benchmarks.memory ", f"{__spec__.name} ")
-                )
+                pathlib.Path(args.out).write_text(memory.report(rows, __spec__.name))
     return 0
 
 

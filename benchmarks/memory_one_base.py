@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append({"remat": remat} | compiled(run_of(folder, remat), mesh))
             print(json.dumps(rows[-1]), flush=True)
     if args.out:
-        pathlib.Path(args.out).write_text(memory.report(rows).replace("benchmarks.memory ", f"{__spec__.name} "))
+        pathlib.Path(args.out).write_text(memory.report(rows, __spec__.name))
     return 0
 
 

@@ -89,6 +89,14 @@ def test_a_peak_is_measured_in_a_process_of_its_own_and_set_beside_the_plan(capf
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) == line
 
 
+@pytest.mark.parametrize("argv", [[], ["--out", "runs/benchmarks.memory /out.json"]], ids=len)
+def test_a_memory_record_names_the_module_that_made_it(argv, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["memory.py", *argv])
+    found = json.loads(memory.report([{"case": 1}], "benchmarks.memory_adapters"))
+    assert found["command"] == " ".join(["python -m benchmarks.memory_adapters", *argv])
+    assert found["results"] == [{"case": 1}]
+
+
 def test_a_peer_that_fails_is_told(tmp_path):
     peer = tmp_path / "peer.py"
     peer.write_text("raise SystemExit('no GPU')")

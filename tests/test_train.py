@@ -11,6 +11,7 @@ import signal
 
 import numpy as np
 import pytest
+from qarl_bridge.protocol import formats
 
 from qarl_jax import plot, train
 from qarl_jax.loop import updates
@@ -325,6 +326,17 @@ def test_a_dry_run_refuses_what_no_machine_could_train_on(world, tmp_path, capsy
     told = capsys.readouterr()
     assert told.out == ""
     assert said in told.err
+
+
+@pytest.mark.parametrize(("scheme", "code"), [("w8a8", 2), ("w2a16_asym:g16", 0)])
+def test_a_dry_run_refuses_split_channels_that_vllm_has_no_layer_for(tmp_path, capsys, scheme, code):
+    world = tiny.World(tmp_path)
+    file = world.model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {formats.SPLITTING: {"share": 0.25, "group": 16}}))
+    engine = "rollout.engine={name: vllm, max_model_len: 128}"
+    assert train.main([*world.command(f"quant.forward={scheme}", engine), "--dry-run"]) == code
+    told = capsys.readouterr().err
+    assert ("vLLM has no layer for model.layers" in told and "rollout.engine.name=jax" in told) == (code == 2)
 
 
 def test_a_dry_run_without_its_data_plans_and_says_what_was_not_checked(world, capsys):

@@ -149,8 +149,9 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
     changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
-        # The plan sizes the engine by itself then, and chooses how versions are staged.
-        changed = {key: value for key, value in changed.items() if not key.startswith("rollout.engine.")}
+        # The plan sizes the engine by itself then, and chooses how versions are staged, but keeps a given transport.
+        ours = lambda key: not key.startswith("rollout.engine.") or key == _TRANSPORT  # noqa: E731
+        changed = {key: value for key, value in changed.items() if ours(key)}
         changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
     for key in list(changed):  # a choice of several settings may hold some that are not needed
         rest = {other: value for other, value in changed.items() if key not in (other, _NEEDED_BY.get(other))}
@@ -177,6 +178,7 @@ def _wider(cfg: RunConfig) -> dict[str, Any] | None:
     return settings if placed.rollout.engine.replicas else None
 
 
+_TRANSPORT = "rollout.engine.transport"
 _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
 
 
@@ -274,8 +276,12 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
     if cfg.train.grad_dtype == "auto":
         ours.append(_grad_dtype())
     engine = cfg.rollout.engine
-    left = isinstance(engine, VllmConfig) and engine.memory == "auto"
-    return Knobs(ours, [_cache(cfg, size), _staging(cfg)] if left else [])
+    if not isinstance(engine, VllmConfig) or engine.memory != "auto":
+        return Knobs(ours, [])
+    staging, given = _staging(cfg), engine.transport
+    if given != "auto":  # it stays, or the run is refused
+        staging = [choice for choice in staging if choice.settings.get(_TRANSPORT, given) == given]
+    return Knobs(ours, [_cache(cfg, size), staging])
 
 
 def allowed(cfg: RunConfig, size: int) -> Knobs:
@@ -386,9 +392,10 @@ def _staging(cfg: RunConfig) -> Knob:
         return [Choice(settings={})]
     if cfg.lora is not None:  # a buffer would hold the frozen base once more, for one publish
         note = "the base goes through host memory, once, as adapters do"
-        return [Choice(settings={"rollout.engine.transport": "host"}, notes=(note,))]
+        kept = [Choice(settings={})] if engine.transport != "auto" else []
+        return [*kept, Choice(settings={_TRANSPORT: "host"}, notes=(note,))]
     host = Choice(
-        settings={"rollout.engine.transport": "host"},
+        settings={_TRANSPORT: "host"},
         cost=Cost(seconds=costs.staging_seconds(cfg, None)),
         notes=("versions go through host memory",),
     )

@@ -23,6 +23,7 @@ from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.models import logprobs
 from qarl_jax.models import sums as accumulators
 from qarl_jax.models.params import part_of
+from qarl_jax.models.transformer import quantizable
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.embedded.engine import footprint
@@ -33,6 +34,7 @@ from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import AXIS_RULES, BATCH_AXES, MESH_AXES, param_shardings
 
 GIB = 2.0**30
+_POLICY = ("masters", "QTensors", "frozen weights")  # the parts that are there when the base has been read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -290,21 +292,31 @@ def reading(model: models.ModelConfig, trainable: Trainable, mesh: Mesh | Abstra
     return 3 * max((nbytes(piece, mesh) for piece, _ in pieces.groups(model.base, stacks)), default=0)
 
 
-def _decoded(cfg: RunConfig, trainable: Trainable) -> int:
+@functools.lru_cache(maxsize=256)
+def _decoded(model: models.ModelConfig, trainable: Trainable, *, once: bool = False) -> int:
     """Bytes of a frozen base's weights that a layer's backward holds in the compute dtype; experts are counted apart.
 
     Of a base that is held once: the largest fused module, gate and up. Else three times the largest weight: XLA decodes
     gate and up once to recompute them and once more for dX, and holds three of the four on an H200.
     """
-    made = shapes(cfg, trainable)
-    kernels = models.by_path(made.params)
-    if held_once(cfg):
-        modules = list(one_base.shareable(made.graphdef).values())
+    linears = quantizable(whole := models.abstract_model(model))
+    if once:
+        modules = list(one_base.shareable(models.split(whole)[0]).values())
     else:
-        frozen = [path for path in models.by_path(made.qweights) if not trainable.learns(path) and ".moe." not in path]
-        modules = [(path,) * 3 for path in frozen]
-    sizes = [sum(math.prod(kernels[path].shape[1:]) for path in paths) for paths in modules]
-    return max(sizes, default=0) * models.config_of(made.graphdef).compute_dtype.itemsize
+        frozen = [path for path in linears if not trainable.learns(path) and ".moe." not in path]
+        modules = [(path,) * 3 for path in frozen if model.scheme_of(path) is not None]
+    sizes = [sum(math.prod(linears[path].kernel.get_value().shape[1:]) for path in paths) for paths in modules]
+    return max(sizes, default=0) * model.compute_dtype.itemsize
+
+
+def _frozen_experts(params: Any) -> bool:
+    """Tells whether no expert is among the masters that learn."""
+    return not any(path.endswith((".moe.gate.kernel", ".moe.down.kernel")) for path in models.by_path(params))
+
+
+def _beyond(out: dict[str, int], needed: int, *there: str) -> int:
+    """Bytes by which `needed`, beside the parts `there`, exceeds an update."""
+    return max(0, needed - sum(size for name, size in out.items() if name not in there))
 
 
 def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
@@ -377,8 +389,8 @@ def update_parts(
     if not {"embed.kernel", "head.kernel"} & learned.keys():
         vocabulary = 0
     saved = saved_activations(model, positions, max_segments)
-    frozen_experts = not any(path.endswith((".moe.gate.kernel", ".moe.down.kernel")) for path in learned)
-    layers = saved + layer_activations(model, positions, max_segments, frozen_experts=frozen_experts) + decoded
+    own_layer = layer_activations(model, positions, max_segments, frozen_experts=_frozen_experts(params))
+    layers = saved + own_layer + decoded
     if backward != "bf16":
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
@@ -433,6 +445,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     made, model = shapes(cfg, trainable), model_of(cfg)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    shared = held_once(cfg)
     shape: dict[str, Any] = {
         "rows": cfg.train.micro_batch_rows // batch_shards,
         "row_len": cfg.row_len,
@@ -442,18 +455,15 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         "one_program": cfg.one_program,
         "offload": cfg.optimizer.offload is True,
         "backward": cfg.quant.backward,
-        "decoded": _decoded(cfg, trainable) if trainable.freeze else 0,
+        "decoded": _decoded(model, trainable, once=bool(shared)) if trainable.freeze else 0,
         "mesh": mesh,
     }
-    shared = held_once(cfg)
     own = part_of(made.qweights, lambda path: path not in shared)
     out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape) | {"QTensors": nbytes(own, mesh)}
     if trainable.freeze:
         out["frozen weights"] = nbytes(made.frozen, mesh)
-        there = ("masters", "QTensors", "frozen weights")
-        later = sum(size for name, size in out.items() if name not in there)
         needed = reading(dataclasses.replace(model, remat="none"), trainable, mesh)
-        out["reading the base (estimate)"] = max(0, needed - later)
+        out["reading the base (estimate)"] = _beyond(out, needed, *_POLICY)
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
         kept = nbytes(trainable.learned(made.published), mesh)
         out |= {"QTensors published before": kept} if kept else {}
@@ -467,7 +477,11 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32) + beside)
         positions = shape["rows"] * cfg.row_len
         segments = shape["max_segments"]
-        needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
+        frozen_experts = _frozen_experts(own["body"])
+        needed = layer_activations(body, positions, segments, frozen_experts=frozen_experts)
+        needed += saved_activations(body, positions, segments)
+        if cfg.critic.lora is not None:
+            needed += _decoded(body, cfg.critic.trainable)
         out["activations (estimate)"] = max(out["activations (estimate)"], needed)
         held = nbytes(moments, mesh)
         if cfg.critic.optimizer.offload is True:
@@ -475,6 +489,10 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
         if jax.tree.leaves(frozen):
             out["critic's frozen weights"] = nbytes(frozen, mesh)
+        if cfg.critic.lora is not None and cfg.critic.path is not None:
+            needed = reading(dataclasses.replace(body, remat="none"), cfg.critic.trainable, mesh)
+            beyond = _beyond(out, needed, *_POLICY, "critic's masters", "critic's frozen weights")
+            out["reading the critic's base (estimate)"] = beyond
     if isinstance(cfg.rollout.engine, SamplerConfig):
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
         prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len

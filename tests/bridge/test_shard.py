@@ -7,8 +7,11 @@ import itertools
 import multiprocessing
 import os
 import queue
+import socket
 import subprocess
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -162,6 +165,49 @@ def test_sums_are_added_by_rank_and_rounded_once():
     assert all_reduce.added(every.flip(0)).tolist() == [258.0, 0.0]
     every[1, 1], every[2, 1] = -(2.0**30), 1.0
     assert all_reduce.added(every).tolist() == [258.0, 1.0]  # by rank: another order would lose the 1
+
+
+class _Child:
+    """The process of another shard, which says at once that it has started."""
+
+    def __init__(self, target, args, daemon):
+        self.pipe = args[0]
+        self.sentinel, self.end = multiprocessing.Pipe()
+
+    def start(self):
+        self.pipe.send((None, None))
+
+    def kill(self):
+        self.end.close()
+
+
+@pytest.mark.slow
+def test_shards_meet_at_a_port_that_no_other_process_can_take(monkeypatch):
+    pytest.importorskip("torch")
+    from qarl_bridge.engine import tensor_parallel
+
+    class Engine:
+        def __init__(self, *_, shard, **__):
+            self.facts = self.met = self.expected = None
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))).close()
+            program = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_rank()); d.barrier()"
+            joined = [
+                subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    env=os.environ | Shard(rank, shard.size).environment(int(os.environ["MASTER_PORT"])),
+                    stdout=subprocess.PIPE,
+                )
+                for rank in range(shard.size)
+            ]
+            assert [int(process.communicate(timeout=120)[0]) for process in joined] == [0, 1]
+
+    context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=_Child)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(tensor_parallel, "VllmEngine", Engine)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    options = messages.EngineOptions(tensor_parallel_size=2)
+    tensor_parallel.ShardedEngine("", {}, {}, has_weights=False, options=options)._kill()
 
 
 def test_a_module_is_put_together_from_what_the_shards_recorded():

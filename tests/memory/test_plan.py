@@ -17,7 +17,7 @@ import types
 import pytest
 from qarl_bridge.protocol import adapters, formats
 
-from benchmarks import memory_adapters, memory_one_base
+from benchmarks import memory_adapters, memory_one_base, random_folder
 from benchmarks.shapes import Setting
 from benchmarks.shapes import planned as planned_shapes
 from qarl_jax import train
@@ -175,6 +175,26 @@ def test_a_frozen_base_takes_one_buffer_and_none_where_the_plan_may_choose(run):
     assert any("the base goes through host memory" in line for line in made.lines())
 
 
+@pytest.mark.parametrize(
+    ("sections", "advised"),
+    [(("lora={rank: 8, alpha: 8}",), "rollout.engine.transport=host"), ((), "train.micro_batch_rows=1")],
+    ids=["adapters", "all learns"],
+)
+def test_a_transport_that_is_given_is_kept_or_the_run_is_refused(run, sections, advised):
+    left = (*sections, "rollout.engine.memory=auto", "rollout.engine.kv_cache_gb=0", "optimizer.offload=true")
+    cfg, through_host = (run(*left, f"rollout.engine.transport={way}") for way in ("cuda_ipc", "host"))
+    settled, made = choose.settle(cfg, H200)
+    assert settled.rollout.engine.transport == "cuda_ipc"
+    assert made.staging == engine.staging_bytes(cfg) >= engine.published_bytes(cfg)
+    sizes = range(20 * GIB, H200, GIB // 2)  # the smallest GPU on which versions fit only through host memory
+    size = next(size for size in sizes if choose.fits(through_host, size))
+    with pytest.raises(UserError, match=re.escape(f"It fits with: {advised}")):
+        choose.settle(cfg, size)
+    given = run(*sections, "optimizer.offload=true", "rollout.engine.transport=cuda_ipc")  # memory, too
+    with pytest.raises(UserError, match=re.escape(advised)):
+        choose.settle(given, size)
+
+
 def test_an_engine_s_adapters_are_planned_as_it_allocates_them(run):
     """Live and staged, of fused layers; `engine.published_bytes` has the published ones."""
     torch = pytest.importorskip("torch")
@@ -213,6 +233,41 @@ def test_an_nvfp4_base_that_learner_and_engine_hold_once_is_counted_once(run):
     assert activations[1] - activations[0] == decoded
     assert any("base, of learner and engine" in line for line in once.lines())
     assert "held once by learner and engine" in plan.describe(run(*adapters, "rollout.engine.transport=auto"))
+
+
+PPO = ("loss={name: ppo}", "advantage={name: gae}", "lora={rank: 8, alpha: 8}", "optimizer.name=adamw")
+
+
+def test_a_critic_that_decodes_the_shared_base_is_planned_in_its_own_dtype(run):
+    critic = "critic={lora: {rank: 8, alpha: 8}, dtype: float32}"
+    coded, plain = (learner.parts(run(*PPO, critic, f"quant.forward={scheme}")) for scheme in ("w4a16", "bf16"))
+    name = "activations (estimate)"
+    assert coded[name] - plain[name] == 3 * 4 * 9728 * 2560
+    assert "reading the critic's base (estimate)" not in coded
+
+
+def test_the_base_of_a_critics_adapters_is_planned_while_it_is_read(run, tmp_path):
+    """21 of 36 layers of a weight are read at once, beside the policy's base and what is read of the critic's."""
+    small = QWEN3_4B | {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    few = ("train.micro_batch_rows=1", "train.row_len=576", "train.max_segments=1", "train.logprob_chunk=128")
+    critic = f"critic={{lora: {{rank: 8, alpha: 8}}, path: {run().model.path}}}"
+    parts = learner.parts(run(*PPO, *few, critic, f"model.path={tmp_path}"))
+    assert parts["critic's frozen weights"] == 2 * learner.parameters(run())
+    there = ("masters", "QTensors", "frozen weights", "critic's masters", "critic's frozen weights")
+    beside = sum(size for name, size in parts.items() if name not in there)
+    assert beside == 3 * 21 * 2 * 9728 * 2560
+    assert parts["reading the critic's base (estimate)"] > 0
+
+
+def test_frozen_experts_of_a_critic_are_planned_without_their_gradients(run, shapes_folder):
+    folder = shapes_folder / "critic of experts"
+    random_folder.make(folder, made := random_folder.config_of("30b-a3b", 0), weights=False)
+    sections = ("{lora: {rank: 8, alpha: 8}, path: %s, dtype: float32}", "{path: %s, dtype: float32}")
+    frozen, learned = (learner.parts(run(*PPO, f"critic={section % folder}")) for section in sections)
+    experts = 4 * made.moe.num_experts * made.moe.intermediate_size * made.hidden_size
+    name = "activations (estimate)"
+    assert learned[name] - frozen[name] == 2 * experts
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -13,8 +13,10 @@ from qarl_bridge.protocol import one_base as layout
 from qarl_jax import models, quant
 from qarl_jax.learning import pieces
 from qarl_jax.quant.schemes import nvfp4_words
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.rollout.vllm.one_base import OneBase
 from qarl_jax.run import build
+from qarl_jax.types import UserError
 from tests.reference import tiny
 
 ADAPTERS = {
@@ -97,6 +99,14 @@ def test_programs_are_compiled_ahead_for_the_base_that_comes(bases):
 )
 def test_a_run_holds_its_base_once_where_one_vllm_is_on_the_learners_device(world, changed, devices, once):
     assert build.holds_base_once(world.changed(**changed).config, devices) is once
+
+
+@pytest.mark.slow
+def test_a_base_in_the_hosts_memory_is_refused_where_device_memory_is_asked_for(bases):
+    engine = VllmEngine(Config(engine="fake", transport="cuda_ipc"))
+    with pytest.raises(UserError, match=r"transport=cuda_ipc: the learner runs on cpu.*; set auto or host"):
+        engine.hold_once(bases[0].graphdef, bases[0].mesh)
+    engine.close()
 
 
 @pytest.mark.slow

@@ -86,11 +86,12 @@ class Shard:
         return arguments | ({"disable_custom_all_reduce": True} if batch_invariant else {})
 
     def environment(self, port: int) -> dict[str, str]:
-        """Returns torch.distributed's environment variables for this shard. port: the rendezvous port of all shards."""
+        """Returns torch.distributed's environment variables for this shard. port: of the store at which all meet."""
         ranks = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
         here = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         # Multicast memory, which vLLM would set up for an all-reduce that is not used.
         here |= {"MASTER_ADDR": "127.0.0.1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+        here |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there: the first shard makes none
         return {name: str(value) for name, value in ranks.items()} | here
 
     def part_of(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:

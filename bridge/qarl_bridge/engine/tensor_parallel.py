@@ -29,6 +29,8 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from qarl_bridge.engine import shard_memory
 from qarl_bridge.engine.engine import VllmEngine
 from qarl_bridge.engine.shard import Shard, whole_record
@@ -64,8 +66,12 @@ class ShardedEngine:
         options: messages.EngineOptions,
     ):
         shard_memory.remove_stale()
-        with socket.create_server(("127.0.0.1", 0)) as holder:
-            port = holder.getsockname()[1]
+        # The shards meet at a store that listens from here on, so that no other process can take its port.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         context = multiprocessing.get_context("spawn")
         size = options.tensor_parallel_size
         self._pipes: list[Connection] = []

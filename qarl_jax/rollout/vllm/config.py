@@ -8,7 +8,7 @@ import dataclasses
 import os
 from typing import ClassVar, Literal
 
-from qarl_bridge.protocol import messages
+from qarl_bridge.protocol import formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.models import abstract_model
@@ -36,7 +36,8 @@ class Config(messages.EngineOptions):
     shares_gpus: true if the GPUs of `visible_gpus` are the learner's, too: the memory plan of a GPU then counts both.
     transport: how weights reach the engine: "cuda_ipc" (engine and learner on one GPU; no copy through the host),
       "nccl" (between two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another
-      host). "auto": on one host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
+      host). "auto": on one host cuda_ipc or nccl, whichever fits, else host. The choice is logged. Adapters of a
+      frozen base always go through the host.
     memory: "given": the engine uses `kv_cache_gb` and `gpu_memory_utilization` as set; "auto": both are chosen before a
       training run starts: a KV cache for the sequences of a step, or less where the GPU is too small for it.
     staging_buffers: GPU buffers for versions: 2: the served version and the next; 1: the next overwrites the served
@@ -173,7 +174,8 @@ def check_model(config: Config, model: ModelConfig) -> None:
     """Refuses engine options that vLLM or the bridge would refuse for this model, before anything is started.
 
     Raises:
-      UserError: `max_model_len` exceeds the model's positions, or its shards cannot divide the model evenly.
+      UserError: `max_model_len` exceeds the model's positions, its shards cannot divide the model evenly, or vLLM has
+        no layer for a split weight (`check_splitting`).
     """
     positions = model.max_position_embeddings
     beyond = config.max_model_len > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
@@ -183,6 +185,21 @@ def check_model(config: Config, model: ModelConfig) -> None:
             " (max_position_embeddings in its config.json): lower it, or set 0, what the model allows"
         )
     _check_shards(config, model)
+    check_splitting(model)
+
+
+def check_splitting(model: ModelConfig) -> None:
+    """Raises UserError if channels are split (`qarl_jax.quant.splitting`), and a weight's scheme has no zero points."""
+    if model.splitting is None:
+        return
+    for path in quantizable(abstract_model(model)):
+        scheme = model.scheme_of(path)
+        if scheme is None or scheme.wire is None or scheme.wire.format not in formats.ASYMMETRIC:
+            raise UserError(
+                f"vLLM has no layer for {model.describe(path)} in {scheme or 'bf16'}, whose channels are split: take a"
+                " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
+                " that `qarl export --format hf` makes of the model."
+            )
 
 
 def _check_shards(config: Config, model: ModelConfig) -> None:

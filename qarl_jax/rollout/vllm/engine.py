@@ -42,7 +42,7 @@ from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import hosts, one_base
-from qarl_jax.rollout.vllm.config import Config, check_model
+from qarl_jax.rollout.vllm.config import Config, check_model, check_splitting
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
 from qarl_jax.rollout.vllm.one_base import OneBase
@@ -144,17 +144,12 @@ def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
       UserError: channels are split (`qarl_jax.quant.splitting`), and a weight's scheme has no zero points.
     """
     config = models.config_of(graphdef)
+    check_splitting(config)
     names = models.hf_names(config)
     layouts: dict[str, formats.Layout | None] = {}
     for path in quantizable(models.abstract_model(config)):
         scheme = config.scheme_of(path)
         layout = None if scheme is None else (scheme.exports if exported else scheme).wire
-        if config.splitting is not None and (layout is None or layout.format not in formats.ASYMMETRIC):
-            raise UserError(
-                f"vLLM has no layer for {config.describe(path)} in {scheme or 'bf16'}, whose channels are split: take a"
-                " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
-                " that `qarl export --format hf` makes of the model."
-            )
         layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
@@ -263,10 +258,17 @@ class VllmEngine(RolloutEngine):
         """Allocates a frozen base that the engine reads in the learner's memory; see `RolloutEngine`.
 
         Raises:
-          UserError: the device has no room for the base, or its memory cannot be exported.
+          UserError: the device has no room for the base, its memory cannot be exported, or is no GPU's under
+            transport=cuda_ipc.
         """
-        if mesh.devices.flat[0].platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
+        platform = mesh.devices.flat[0].platform
+        if platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
             return None
+        if platform == "cpu" and self._config.transport == "cuda_ipc":
+            raise UserError(
+                "rollout.engine.transport=cuda_ipc: the learner runs on cpu, and shares a base in the host's memory;"
+                " set auto or host"
+            )
         try:
             self._one_base = OneBase(graphdef, mesh)
         except BridgeError as error:
