@@ -242,7 +242,7 @@ def _plans(cfg: RunConfig, size: int, knobs: Knobs) -> Iterator[tuple[Choice, Pl
             learners[i] = None if changed is None else learner.parts(on_a_gpu(changed), per_device=True)
         if j not in engines:
             changed = _valid(cfg, ours[0] + theirs[j])  # no field is auto
-            engines[j] = None if changed is None else make(changed, size)
+            engines[j] = None if changed is None else make(changed, size, {})
         parts, plan = learners[i], engines[j]
         if parts is not None and plan is not None:
             yield ours[i] + theirs[j], dataclasses.replace(plan, learner=parts)

@@ -116,23 +116,29 @@ def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None
       mesh: count one device's shards; None: whole arrays.
       dtype: count as if the arrays had this dtype.
     """
-    return sum(jax.tree.leaves(bytes_of_each(tree, mesh, dtype)))
+    return sum(_counted(tree, mesh, dtype)[0])
 
 
 def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> Any:
     """Counts the bytes of each array, as `nbytes` does: a tree of the same structure."""
+    sizes, structure = _counted(tree, mesh, dtype)
+    return jax.tree.unflatten(structure, sizes)
+
+
+def _counted(tree: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> tuple[list[int], Any]:
     leaves, structure = jax.tree.flatten(tree)
-    held = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if dtype is None else dtype) for leaf in leaves)
-    return jax.tree.unflatten(structure, _bytes(structure, held, mesh))
+    kinds = tuple((leaf.shape, leaf.dtype if dtype is None else jnp.dtype(dtype)) for leaf in leaves)
+    return _bytes(structure, kinds, mesh), structure
 
 
 @functools.lru_cache(maxsize=256)  # a search for settings that fit asks for the same trees again and again
-def _bytes(structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh | AbstractMesh | None) -> list[int]:
-    shapes = [leaf.shape for leaf in leaves]
+def _bytes(structure: Any, kinds: tuple[tuple[Any, Any], ...], mesh: Mesh | AbstractMesh | None) -> list[int]:
+    shapes = [shape for shape, _ in kinds]
     if mesh is not None:
+        leaves = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
         places = jax.tree.leaves(param_shardings(jax.tree.unflatten(structure, leaves), mesh))
         shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
-    return [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True)]
+    return [math.prod(shape) * dtype.itemsize for shape, (_, dtype) in zip(shapes, kinds, strict=True)]
 
 
 def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any, Any]:

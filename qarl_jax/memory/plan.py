@@ -197,13 +197,16 @@ class Plan:
         return lines
 
 
-def make(cfg: RunConfig, size: int) -> Plan:
-    """Plans a run on devices of `size` bytes. Reads no weights, makes no array, asks JAX for no device."""
+def make(cfg: RunConfig, size: int, ours: dict[str, int] | None = None) -> Plan:
+    """Plans a run on devices of `size` bytes. Reads no weights, makes no array, asks JAX for no device.
+
+    ours: the learner's bytes by part; None: they are counted.
+    """
     cfg = on_a_gpu(cfg)
     share = os.environ.get(FRACTION)
     plan = Plan(
         size=size,
-        learner=learner.parts(cfg, per_device=True),
+        learner=learner.parts(cfg, per_device=True) if ours is None else ours,
         staging=staging_bytes(cfg),
         one_base=learner.one_base_bytes(cfg),
         engine={},

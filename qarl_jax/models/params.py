@@ -66,7 +66,7 @@ def config_of(model: nnx.GraphDef | Transformer) -> ModelConfig:
     raise TypeError("this graphdef is not that of a qarl_jax model")
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=128)
 def abstract_model(config: ModelConfig) -> Transformer:
     """Makes the model of a config with `ShapeDtypeStruct`s for arrays. The result is cached: do not change it."""
     return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))

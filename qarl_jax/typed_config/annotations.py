@@ -6,6 +6,7 @@ words for messages. `load.py` reads and writes configs by them."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,8 +97,13 @@ def internal(default: Any) -> Any:
     return dataclasses.field(default=default, metadata=INTERNAL)
 
 
-def field_types(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> Mapping[str, Any]:
     """Returns field name -> resolved annotation, in order, of the fields that a config can set."""
+    return _field_types(cls)
+
+
+@functools.cache  # a large part of the time to read a config; nobody changes the result
+def _field_types(cls: type) -> Mapping[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     options = [field for field in dataclasses.fields(cls) if field.init and not field.metadata.get("internal")]
     return {field.name: hints[field.name] for field in options}

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import pathlib
@@ -61,6 +62,7 @@ from qarl_jax.types import UserError, did_you_mean
 T = TypeVar("T")
 Path = tuple[str, ...]
 MAX_VALUES = 100_000  # of a file: nested aliases can stand for billions
+_composed = functools.lru_cache(64)(functools.partial(yaml.compose, Loader=yaml.SafeLoader))  # nothing changes a node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = 
         )
     text = _read_text(name)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = _composed(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark else name
@@ -377,7 +379,7 @@ class _Builder:
             prefix = f"{dotted}: " if path and not text.startswith(f"{dotted}.") else ""  # some name their field whole
             raise UserError(f"{self.section(path, text)}{prefix}{text}") from None
 
-    def unknown_key(self, hints: dict[str, Any], path: Path, siblings: Variants | None, variant: str) -> UserError:
+    def unknown_key(self, hints: Mapping[str, Any], path: Path, siblings: Variants | None, variant: str) -> UserError:
         key = path[-1]
         if siblings is not None:
             owners = [name for name, other in siblings.types.items() if key in field_types(other)]
