@@ -32,6 +32,15 @@ from tests.reference import forks, tiny
 STEPS = 8
 PATIENCE_S = 400  # for one process, on a machine that does other things as well
 
+pytestmark = pytest.mark.usefixtures("shared_learners")  # of the runs in this process
+
+# What a fork need not import again. Plots are left by the undisturbed run alone, a process of its own.
+IMPORTED = """
+from transformers import PreTrainedTokenizerFast
+from qarl_jax import plot, train
+plot.leave = lambda run_dir: None
+"""
+
 # Runs the trainer, and sends it a signal when a function is entered, or has returned, for the n-th time.
 KILLER = """
 import importlib, os, signal, sys
@@ -83,7 +92,7 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope="module")
 def started(tmp_path_factory, environment):
     """As `start` and `wait`: (exit code, output) of the trainer, in a fork."""
-    with forks.exits("from qarl_jax import train", tmp_path_factory.mktemp("forks"), environment) as ended:
+    with forks.exits(IMPORTED, tmp_path_factory.mktemp("forks"), environment) as ended:
 
         def run(world, kill=None, number=signal.SIGKILL):
             killer = [] if kill is None else [number.name, *map(str, kill)]
