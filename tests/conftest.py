@@ -71,7 +71,7 @@ LONGEST = (
     "test_resume.py",
     "parity/test_gate_vllm.py",
     "test_vllm_run.py",
-    "test_chaos.py",
+    "test_configs.py",
     "verify/test_ladder.py",
     "learning/test_one_function.py",
     "test_train.py",
