@@ -97,6 +97,23 @@ def test_a_version_that_cannot_be_prepared_is_refused_and_the_old_one_serves(ser
     assert version_of(client.generate(draws(1), SAMPLING)[0]) == 2
 
 
+def test_a_breakdown_of_prepare_drops_the_version_and_the_old_one_serves(served, monkeypatch):
+    """Memory ran out, say. Nothing of the version is left, so it cannot be staged again without its bytes."""
+    w, client, first = served
+
+    def prepare(copy):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, refused("engine", "out of memory"):
+        patch.setattr(w.engine, "prepare", prepare)
+        client.publish(version(1, over=first))
+    assert w.bridge._pending is None
+    with refused("bad_state", "no version announced"):
+        client.request(messages.Stage(memory=None), messages.Staged)
+    client.publish(version(2, over=first))
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == 2
+
+
 def test_the_base_is_loaded_once_and_two_hundred_publishes_leave_nothing_behind(served):
     w, client, first = served
     before, loaded, files = version(1, over=first), w.engine.loaded_bytes, []

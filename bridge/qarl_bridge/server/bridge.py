@@ -489,7 +489,7 @@ class Bridge:
             except BaseException:
                 copy.close()
                 raise
-        except BridgeError:
+        except Exception:
             self._drop(pending)
             raise
         with self._lock:
