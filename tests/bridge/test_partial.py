@@ -5,6 +5,7 @@
 import functools
 import json
 import os
+import time
 
 import ml_dtypes
 import msgspec
@@ -15,6 +16,7 @@ from qarl_bridge.client import sender
 from qarl_bridge.protocol import adapters, expert_stacks, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import bridge as server
+from qarl_bridge.server import waits
 from qarl_bridge.server.chunked import ChunkedCopy
 from qarl_bridge.server.fake_engine import FakeEngine
 from safetensors.numpy import save_file
@@ -95,6 +97,41 @@ def test_a_version_that_cannot_be_prepared_is_refused_and_the_old_one_serves(ser
     assert client.generate(draws(), SAMPLING) == before
     client.publish(version(2, over=first))
     assert version_of(client.generate(draws(1), SAMPLING)[0]) == 2
+
+
+def test_a_breakdown_of_prepare_drops_the_version_and_the_old_one_serves(served, monkeypatch):
+    """Memory ran out, say. Nothing of the version is left, so it cannot be staged again without its bytes."""
+    w, client, first = served
+
+    def prepare(copy):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, refused("engine", "out of memory"):
+        patch.setattr(w.engine, "prepare", prepare)
+        client.publish(version(1, over=first))
+    assert w.bridge._pending is None
+    with refused("bad_state", "no version announced"):
+        client.request(messages.Stage(memory=None), messages.Staged)
+    client.publish(version(2, over=first))
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == 2
+
+
+def test_a_trainer_hears_of_progress_while_its_version_is_prepared(served, monkeypatch):
+    """A prepare may wait for a read-back that another client asked for."""
+    w, client, first = served
+    prepare = w.engine.prepare
+
+    def slow(copy):
+        time.sleep(0.3)
+        prepare(copy)
+
+    sent, progress = [], waits.Waits._progress
+    monkeypatch.setattr(waits, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(waits.Waits, "_progress", lambda *given: sent.append(1) or progress(*given))
+    monkeypatch.setattr(w.engine, "prepare", slow)
+    client._transfer(version(1, over=first))
+    assert w.engine.prepared == [1]
+    assert len(sent) >= 2
 
 
 def test_the_base_is_loaded_once_and_two_hundred_publishes_leave_nothing_behind(served):

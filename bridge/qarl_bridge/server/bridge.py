@@ -16,8 +16,7 @@
 | read back     | engine thread     | none (a few matmuls)   | fenced, last good restored   | test_failed_read_back_*  |
 | resume        | engine thread     | immediate              | cannot fail                  | test_publish_then_*      |
 
-A failure up to and including drain leaves the engine serving its old version, unchanged. Only partial versions are
-prepared.
+A failure up to and including drain leaves the engine serving its old version, unchanged.
 
 Engine states: "empty" (started without weights: waits for its first version), "serving", "draining", "loading",
 "reading_back", "fenced" (a load failed and no good version could be restored; a complete new version ends this state).
@@ -483,13 +482,11 @@ class Bridge:
             opened = time.perf_counter()
             try:
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:  # numpy and torch release the GIL
-                    self._waits.reading(copy, peer, lambda: pool.submit(copy.validate))
-                if copy.manifest.base and not isinstance(copy, ChunkedCopy):
-                    self._engine.prepare(copy)
+                    self._waits.reading(copy, peer, lambda: pool.submit(self._make_ready, copy))
             except BaseException:
                 copy.close()
                 raise
-        except BridgeError:
+        except Exception:
             self._drop(pending)
             raise
         with self._lock:
@@ -507,6 +504,12 @@ class Bridge:
             validate_s=time.perf_counter() - opened,
             memory=shm.locate(fd, shm.host()) if fd >= 0 else None,
         )
+
+    def _make_ready(self, copy: Copy) -> None:
+        """Validates a version, and prepares it if it is partial, which may wait for a read-back."""
+        copy.validate()
+        if copy.manifest.base and not isinstance(copy, ChunkedCopy):
+            self._engine.prepare(copy)
 
     def _receive(self, manifest: messages.Manifest, peer: Peer, memory: messages.NcclMemory) -> Copy:
         """Receives the announced version over NCCL in a thread, and sends Progress to the trainer meanwhile."""
