@@ -147,16 +147,14 @@ class Trainer:
         else:
             held.close()
         found = {name: report[f"{name}_s"] for name in ("stage", "drain", "load", "readback")}
-        return (
-            {"bytes": report["bytes"]}
-            | found
-            | {
-                "transfer": report["transfer_s"] - report["validate_s"],
-                "check": report["validate_s"],
-                "pause": found["load"] + found["readback"],
-                "all": report["total_s"] - found["drain"],
-            }
-        )
+        return {
+            "bytes": report["bytes"],
+            **found,
+            "transfer": report["transfer_s"] - report["validate_s"],
+            "check": report["validate_s"],
+            "pause": found["load"] + found["readback"],
+            "all": report["total_s"] - found["drain"],
+        }
 
     def sample(self, length: int) -> list[int]:
         """Samples responses of so many tokens; returns the step that each names."""

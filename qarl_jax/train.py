@@ -186,8 +186,9 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
         size = size or plan.capacity()
         settled, made = choose.settle(cfg, size)
         print(config.to_yaml(config.replaced(settled, {"model.path": path})))
-        step = None if size is None else forecast.line(settled, size)
-        print_plan(settled, made, [*lines, *([("a step", step)] if step else [])])
+        if size is not None and (step := forecast.line(settled, size)):
+            lines = [*lines, ("a step", step)]
+        print_plan(settled, made, lines)
         print(plan.describe(settled))
     if absent is not None:
         print(f"not on this machine, so the prompts are not checked: {absent}")

@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 
 from qarl_jax.advise import forecast, measure
-from qarl_jax.advise.forecast import ERRORS, Forecast
+from qarl_jax.advise.forecast import Forecast
 from qarl_jax.advise.machines import MACHINES, Machine, this_cpu
-from qarl_jax.memory import learner
 from qarl_jax.memory.learner import GIB
 from qarl_jax.models import published
 from qarl_jax.run import config
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with published.folder(path) as folder:
         cfg = run_of(args, folder)
         forecasts = forecast.of_schemes(cfg, machine, args.mean_len)
-        error = ERRORS["dense" if learner.model_of(forecasts["bf16"].cfg).moe is None else "MoE"]
+        error = forecast.error_of(forecasts["bf16"].cfg)
         best = best_of(forecasts)
         if args.measure and best is not None:
             own = cfg.quant.forward

@@ -180,6 +180,11 @@ def of_run(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> Forecast:
     )
 
 
+def error_of(cfg: RunConfig) -> float:
+    """Returns the mean relative error of forecasts of models like a run's, dense or MoE (`ERRORS`)."""
+    return ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
+
+
 def line(cfg: RunConfig, size: int) -> str | None:
     """Describes the time of a settled run's step by phase; None: steps on GPUs of `size` bytes were not measured."""
     machine = next((m for m in MACHINES.values() if m.is_measured and abs(m.size - size) < 0.03 * m.size), None)
@@ -190,7 +195,7 @@ def line(cfg: RunConfig, size: int) -> str | None:
     total = sum(phases.values())
     unit, each = ("min", 60.0) if total >= 600 else ("s", 1.0)
     parts = ", ".join(f"{said} {phases[phase] / each:.1f}" for phase, said in names.items())
-    error = ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
+    error = error_of(cfg)
     return f"{total / each:.0f} {unit} on {machine.kind} (forecast, +-{error:.0%}) if all responses are full: {parts}"
 
 

@@ -150,8 +150,8 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
         # The plan sizes the engine by itself then, and chooses how versions are staged, but keeps a given transport.
-        ours = lambda key: not key.startswith("rollout.engine.") or key == _TRANSPORT  # noqa: E731
-        changed = {key: value for key, value in changed.items() if ours(key)}
+        planned = {key for key in changed if key.startswith("rollout.engine.") and key != _TRANSPORT}
+        changed = {key: value for key, value in changed.items() if key not in planned}
         changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
     for key in list(changed):  # a choice of several settings may hold some that are not needed
         rest = {other: value for other, value in changed.items() if key not in (other, _NEEDED_BY.get(other))}

@@ -164,9 +164,8 @@ def expert_dot(
       ValueError: `qtensor` has another shape than the masters.
     """
     _check(master, qtensor)
-    if isinstance(
-        qtensor, QTensor
-    ):  # else XLA may transpose a stack's codes before its loop: a second copy of all layers
+    if isinstance(qtensor, QTensor):
+        # Else XLA may transpose the codes of a whole stack before its loop: a second copy of all layers.
         qtensor = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), qtensor)
     return _multiply(numerics, (jnp.dtype(master.dtype), None), x, master, qtensor, None, group_sizes, None)
 

@@ -52,7 +52,7 @@ nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits
 watch=$!
 disown "$watch" # nobody waits for it
 memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0)
-if [ "$memory" -gt 100000 ] && [ "$(nvidia-smi --list-gpus | wc -l)" = 2 ]; then
+if [ "$memory" -gt 100000 ] && [ "$gpus" = 2 ]; then
   EACH=1 long 8b 0 & # its KV cache holds eight such responses
   long 30b_a3b 1 lora.rank=32 optimizer.name=adamw optimizer.offload=false &
   wait
