@@ -27,6 +27,7 @@ from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper
 from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 from qarl_jax.types import UserError
 
+RUNS_AT_ONCE = 4  # of a packed row that cuDNN's backward is given at once
 _BLOCK = 512  # of queries and of keys in splash attention, where the row is a multiple of it
 
 
@@ -131,6 +132,49 @@ def cudnn_attention(
         scale=q.shape[-1] ** -0.5,
         mask_type=fused.MaskType.CAUSAL,
     )
+
+
+@jax.custom_vjp
+def cudnn_in_groups(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]],
+) -> Float[Array, "B T N H"]:
+    """Computes `cudnn_attention` of packed rows; its gradient takes a few runs at a time, and no empty ones.
+
+    cuDNN's workspace is a float32 dQ as long as the row for each run that it is given room for, used or not. The
+    gradient repeats the forward.
+    """
+    return cudnn_attention(q, k, v, packed_runs)
+
+
+def _in_groups_fwd(*args: Any) -> tuple[jax.Array, Any]:
+    return cudnn_in_groups(*args), args
+
+
+def _in_groups_bwd(saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+    q, k, v, packed_runs = saved
+    most = packed_runs[1].shape[1]
+    starts, lengths = (
+        jnp.pad(x[:, :most], ((0, 0), (0, -most % RUNS_AT_ONCE)), constant_values=-1) for x in packed_runs
+    )
+    slots = jnp.arange(q.shape[1], dtype=jnp.int32)[None, None]
+
+    def add(group: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        begins, sizes = (
+            jax.lax.dynamic_slice_in_dim(x, group * RUNS_AT_ONCE, RUNS_AT_ONCE, axis=1) for x in (starts, lengths)
+        )
+        here = ((slots >= begins[..., None]) & (slots < (begins + sizes)[..., None])).any(1)[..., None, None]
+        own = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1), sizes
+        found = jax.vjp(lambda q, k, v: cudnn_attention(q, k, v, own), q, k, v)[1](jnp.where(here, dy, 0))
+        return tuple(jnp.where(here, x, total) for x, total in zip(found, sums, strict=True))  # elsewhere it is unset
+
+    groups = -(-jnp.max(jnp.sum(lengths >= 0, axis=1)) // RUNS_AT_ONCE)
+    return *jax.lax.fori_loop(0, groups, add, tuple(map(jnp.zeros_like, (q, k, v)))), None
+
+
+cudnn_in_groups.defvjp(_in_groups_fwd, _in_groups_bwd)
 
 
 @functools.lru_cache(maxsize=16)

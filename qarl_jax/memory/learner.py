@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
+from qarl_jax.kernels.attention_vendor import RUNS_AT_ONCE
 from qarl_jax.learning import critic, pieces
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.models import logprobs
@@ -197,12 +198,14 @@ def saved_activations(model: models.ModelConfig, positions: int, max_segments: i
 def attention_workspace(model: models.ModelConfig, positions: int, max_segments: int) -> int:
     """Bytes that cuDNN's backward of packed rows takes, which XLA does not plan.
 
-    A float32 dQ and two statistics per segment slot, each as long as the row (read off an H100,
+    A float32 dQ and two statistics per run that it is given room for, each as long as the row (read off an H100,
     benchmarks/results/cudnn_workspace_h100.json).
     """
     if max_segments == 1 or model.attention in ("xla", "splash"):
         return 0
-    return 4 * (max_segments + 1) * positions * model.num_heads * (model.head_dim + 2)
+    recomputed = model.numerics.block_attention and model.attention in ("auto", "flash3")
+    runs = min(RUNS_AT_ONCE, max_segments + 1) if recomputed else max_segments + 1
+    return 4 * runs * positions * model.num_heads * (model.head_dim + 2)
 
 
 def layer_activations(

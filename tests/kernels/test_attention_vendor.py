@@ -87,6 +87,43 @@ def test_cudnn_attention_and_its_gradients_equal_float64():
         check(jax.jit(lambda: value_and_gradients(attend, jnp.bfloat16))(), 2e-2)  # noqa: B023
 
 
+@jax.custom_vjp
+def as_cudnn(q, k, v, packed_runs):
+    """Attention within the runs that are given; every other position, and its gradient, is NaN."""
+    ids, out = unset(packed_runs, q.shape[1]), jnp.zeros_like(q)
+    out = attention(q, k, v, segment_ids=ids, implementation="xla")
+    return jnp.where((ids > 0)[..., None, None], out, jnp.nan)
+
+
+def unset(packed_runs, length):
+    starts, lengths = packed_runs
+    slots = jnp.arange(length)[None, None]
+    begins = starts[:, : lengths.shape[1], None]
+    inside = (slots >= begins) & (slots < begins + lengths[..., None]) & (lengths >= 0)[..., None]
+    return jnp.where(inside.any(1), inside.argmax(1) + 1, 0).astype(jnp.int32)
+
+
+def as_cudnn_bwd(saved, g):
+    q, k, v, packed_runs = saved
+    ids = unset(packed_runs, q.shape[1])
+    pull = jax.vjp(lambda q, k, v: attention(q, k, v, segment_ids=ids, implementation="xla"), q, k, v)[1]
+    return *(jnp.where((ids > 0)[..., None, None], x, jnp.nan) for x in pull(g)), None
+
+
+as_cudnn.defvjp(lambda *args: (as_cudnn(*args), args), as_cudnn_bwd)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+def test_gradients_of_a_few_runs_at_a_time_are_those_of_all(at_once, monkeypatch):
+    """With cuDNN replaced by a function that sets no position outside of its runs."""
+    monkeypatch.setattr(attention_vendor, "cudnn_attention", as_cudnn)
+    monkeypatch.setattr(attention_vendor, "RUNS_AT_ONCE", at_once)
+    ids = jnp.asarray(SEGMENTS)
+    for most in (3, 17):
+        attend = lambda q, k, v: attention_vendor.cudnn_in_groups(q, k, v, runs(ids, most))  # noqa: B023, E731
+        check(jax.jit(lambda: value_and_gradients(attend, jnp.float32))(), 1e-5)  # noqa: B023
+
+
 # ---- where segments begin --------------------------------------------------------------------------------------------
 
 
