@@ -27,7 +27,7 @@ from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper
 from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 from qarl_jax.types import UserError
 
-RUNS_AT_ONCE = 4  # of a packed row that cuDNN's backward is given at once
+WORKSPACE_BYTES = 2**31  # that the backward of cuDNN may take
 _BLOCK = 512  # of queries and of keys in splash attention, where the row is a multiple of it
 
 
@@ -101,19 +101,54 @@ def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
     return attention == "auto" and not mirrors and shape_fits and devices == 1 and jax.default_backend() == "gpu"
 
 
+def cudnn_workspace(positions: int, heads: int, head_dim: int, runs: int) -> int:
+    """Counts the bytes that cuDNN's backward of packed rows works in.
+
+    A float32 dQ and two statistics, as long as the row, for each run that it is given room for, used or not (read off
+    an H100, benchmarks/results/cudnn_workspace_h100.json).
+    """
+    return 4 * runs * positions * heads * (head_dim + 2)
+
+
+def runs_at_once(positions: int, heads: int, head_dim: int, most: int) -> int:
+    """Finds how many runs of `most` a row the backward of cuDNN is given at once, within `WORKSPACE_BYTES`.
+
+    Beyond 2^32 elements of that workspace, cuDNN 9 leaves the dQ of runs unset, without an error
+    (benchmarks/results/cudnn_long_rows_h200.json).
+
+    Args:
+      positions: rows times their length, on one device. heads, head_dim: of the queries.
+      most: runs that a row has at most.
+    """
+    return max(1, min(most, WORKSPACE_BYTES // max(1, cudnn_workspace(positions, heads, head_dim, 1))))
+
+
 def cudnn_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]] | None,
 ) -> Float[Array, "B T N H"]:
-    """Computes causal attention by cuDNN, bfloat16. packed_runs: from `runs`; None: one sequence per row."""
-    length = q.shape[1]
-    if length % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
+    """Computes causal attention by cuDNN, bfloat16. packed_runs: from `runs`; None: one sequence per row.
+
+    Where the gradient of all runs would take more than `WORKSPACE_BYTES`, it takes a few runs at a time
+    (`runs_at_once`), none of them empty, and repeats the forward.
+    """
+    B, T, N, H = q.shape
+    if T % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
-        return cudnn_attention(q, k, v, packed_runs)[:, :length]
+        return cudnn_attention(q, k, v, packed_runs)[:, :T]
     if packed_runs is None:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    most = packed_runs[1].shape[1]
+    at_once = runs_at_once(-(-B // shards) * T, N, H, most)
+    return _packed(q, k, v, packed_runs) if at_once == most else _in_groups(at_once, q, k, v, packed_runs)
+
+
+def _packed(q: jax.Array, k: jax.Array, v: jax.Array, packed_runs: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Computes attention within runs by cuDNN; positions of no run are unset."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     starts, lengths = packed_runs
@@ -134,47 +169,36 @@ def cudnn_attention(
     )
 
 
-@jax.custom_vjp
-def cudnn_in_groups(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]],
-) -> Float[Array, "B T N H"]:
-    """Computes `cudnn_attention` of packed rows; its gradient takes a few runs at a time, and no empty ones.
-
-    cuDNN's workspace is a float32 dQ as long as the row for each run that it is given room for, used or not. The
-    gradient repeats the forward.
-    """
-    return cudnn_attention(q, k, v, packed_runs)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_groups(
+    at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, packed_runs: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Computes `_packed`; its gradient takes `at_once` runs at a time."""
+    return _packed(q, k, v, packed_runs)
 
 
-def _in_groups_fwd(*args: Any) -> tuple[jax.Array, Any]:
-    return cudnn_in_groups(*args), args
+def _in_groups_fwd(at_once: int, *args: Any) -> tuple[jax.Array, Any]:
+    return _in_groups(at_once, *args), args
 
 
-def _in_groups_bwd(saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _in_groups_bwd(at_once: int, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     q, k, v, packed_runs = saved
     most = packed_runs[1].shape[1]
-    starts, lengths = (
-        jnp.pad(x[:, :most], ((0, 0), (0, -most % RUNS_AT_ONCE)), constant_values=-1) for x in packed_runs
-    )
+    starts, lengths = (jnp.pad(x[:, :most], ((0, 0), (0, -most % at_once)), constant_values=-1) for x in packed_runs)
     slots = jnp.arange(q.shape[1], dtype=jnp.int32)[None, None]
 
     def add(group: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        begins, sizes = (
-            jax.lax.dynamic_slice_in_dim(x, group * RUNS_AT_ONCE, RUNS_AT_ONCE, axis=1) for x in (starts, lengths)
-        )
+        begins, sizes = (jax.lax.dynamic_slice_in_dim(x, group * at_once, at_once, axis=1) for x in (starts, lengths))
         here = ((slots >= begins[..., None]) & (slots < (begins + sizes)[..., None])).any(1)[..., None, None]
         own = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1), sizes
-        found = jax.vjp(lambda q, k, v: cudnn_attention(q, k, v, own), q, k, v)[1](jnp.where(here, dy, 0))
+        found = jax.vjp(lambda q, k, v: _packed(q, k, v, own), q, k, v)[1](jnp.where(here, dy, 0))
         return tuple(jnp.where(here, x, total) for x, total in zip(found, sums, strict=True))  # elsewhere it is unset
 
-    groups = -(-jnp.max(jnp.sum(lengths >= 0, axis=1)) // RUNS_AT_ONCE)
+    groups = -(-jnp.max(jnp.sum(lengths >= 0, axis=1)) // at_once)
     return *jax.lax.fori_loop(0, groups, add, tuple(map(jnp.zeros_like, (q, k, v)))), None
 
 
-cudnn_in_groups.defvjp(_in_groups_fwd, _in_groups_bwd)
+_in_groups.defvjp(_in_groups_fwd, _in_groups_bwd)
 
 
 @functools.lru_cache(maxsize=16)

@@ -319,15 +319,12 @@ def _offload(cfg: RunConfig, owner: str) -> Knob:
 
 
 def _rows(cfg: RunConfig) -> Knob:
-    """Fewer rows in a micro-batch, as many as the mesh divides; then fewer responses in a row
-    (`learner.attention_workspace`)."""
+    """Fewer rows in a micro-batch, as many as the mesh divides."""
     sizes = dataclasses.asdict(cfg.mesh)
     shards, rows = max(1, sizes["data"] * sizes["fsdp"]), [cfg.train.micro_batch_rows]
     while rows[-1] % 2 == 0 and rows[-1] // 2 % shards == 0:
         rows.append(rows[-1] // 2)
-    ways = [{"train.micro_batch_rows": n} for n in rows]
-    ways += [ways[-1] | {"train.max_segments": most} for most in (4, 1) if most < cfg.train.max_segments]
-    return [Choice(settings=way, cost=Cost(seconds=0.1 * i)) for i, way in enumerate(ways)]
+    return [Choice(settings={"train.micro_batch_rows": n}, cost=Cost(seconds=0.1 * i)) for i, n in enumerate(rows)]
 
 
 def _code_flips() -> Knob:

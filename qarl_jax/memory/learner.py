@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
-from qarl_jax.kernels.attention_vendor import RUNS_AT_ONCE
+from qarl_jax.kernels.attention_vendor import cudnn_workspace, runs_at_once
 from qarl_jax.learning import critic, pieces
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.models import logprobs
@@ -196,16 +196,11 @@ def saved_activations(model: models.ModelConfig, positions: int, max_segments: i
 
 
 def attention_workspace(model: models.ModelConfig, positions: int, max_segments: int) -> int:
-    """Bytes that cuDNN's backward of packed rows takes, which XLA does not plan.
-
-    A float32 dQ and two statistics per run that it is given room for, each as long as the row (read off an H100,
-    benchmarks/results/cudnn_workspace_h100.json).
-    """
+    """Bytes that cuDNN's backward of packed rows takes, which XLA does not plan."""
     if max_segments == 1 or model.attention in ("xla", "splash"):
         return 0
-    recomputed = model.numerics.block_attention and model.attention in ("auto", "flash3")
-    runs = min(RUNS_AT_ONCE, max_segments + 1) if recomputed else max_segments + 1
-    return 4 * runs * positions * model.num_heads * (model.head_dim + 2)
+    size = (positions, model.num_heads, model.head_dim)
+    return cudnn_workspace(*size, runs_at_once(*size, max_segments + 1))
 
 
 def layer_activations(

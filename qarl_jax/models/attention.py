@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.kernels.attention_vendor import (
     cudnn_attention,
-    cudnn_in_groups,
     cudnn_packs,
     flash3_lacks,
     runs,
@@ -144,8 +143,6 @@ def _flash3(
     local = functools.partial(flash3_attention, block=flash_block(q.shape[-1]), interpret=interpret)
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, packed_runs: Any) -> jax.Array:
-        if backward == "cudnn" and packed_runs is not None:
-            return cudnn_in_groups(q, k, v, packed_runs)
         return attention(q, k, v, segment_ids=ids, packed_runs=packed_runs, implementation=backward)
 
     @with_plain_gradient(plain)

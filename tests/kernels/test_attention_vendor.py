@@ -80,7 +80,10 @@ def test_splash_attention_and_its_gradients_equal_float64():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs JAX on a GPU (JAX_PLATFORMS=cuda,cpu)")
-def test_cudnn_attention_and_its_gradients_equal_float64():
+@pytest.mark.parametrize("at_once", [None, 1, 2])
+def test_cudnn_attention_and_its_gradients_equal_float64(at_once, monkeypatch):
+    if at_once:
+        monkeypatch.setattr(attention_vendor, "runs_at_once", lambda *_: at_once)
     ids = jnp.asarray(SEGMENTS)
     for segments in (None, runs(ids, 3), runs(ids, 17)):  # a tighter or looser bound on the runs changes nothing
         attend = functools.partial(attention, segment_ids=ids, packed_runs=segments, implementation="cudnn")
@@ -116,12 +119,22 @@ as_cudnn.defvjp(lambda *args: (as_cudnn(*args), args), as_cudnn_bwd)
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4])
 def test_gradients_of_a_few_runs_at_a_time_are_those_of_all(at_once, monkeypatch):
     """With cuDNN replaced by a function that sets no position outside of its runs."""
-    monkeypatch.setattr(attention_vendor, "cudnn_attention", as_cudnn)
-    monkeypatch.setattr(attention_vendor, "RUNS_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_vendor, "_packed", as_cudnn)
+    monkeypatch.setattr(attention_vendor, "runs_at_once", lambda *_: at_once)
     ids = jnp.asarray(SEGMENTS)
     for most in (3, 17):
-        attend = lambda q, k, v: attention_vendor.cudnn_in_groups(q, k, v, runs(ids, most))  # noqa: B023, E731
+        attend = lambda q, k, v: attention_vendor.cudnn_attention(q, k, v, runs(ids, most))  # noqa: B023, E731
         check(jax.jit(lambda: value_and_gradients(attend, jnp.float32))(), 1e-5)  # noqa: B023
+
+
+def test_the_workspace_of_the_backward_stays_within_its_bytes():
+    """Rows of 2,048 tokens are taken at once; long rows with many runs would exceed 2^32 elements of float32."""
+    assert attention_vendor.runs_at_once(8 * 2048, 12, 128, 17) == 17
+    for most in (17, 65):
+        few = attention_vendor.runs_at_once(18432, 32, 128, most)
+        assert few == 7
+        assert attention_vendor.cudnn_workspace(18432, 32, 128, few) <= attention_vendor.WORKSPACE_BYTES
+    assert attention_vendor.runs_at_once(2**20, 32, 128, 17) == 1
 
 
 # ---- where segments begin --------------------------------------------------------------------------------------------
