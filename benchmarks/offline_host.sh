@@ -19,7 +19,7 @@
 #   offline_host.sh queue CARD               runs QUEUE/CARD/*.sh one after the other, also those added later, until
 #                                            QUEUE/stop exists; output beside them as NAME.log, times in QUEUE/CARD/times
 #   offline_host.sh status SECONDS           waits, but not longer than the host is there; then shows the queues, the ends
-#                                            of the newest logs and the cards, and packs logs and RESULTS for OUT
+#                                            of the newest logs and the cards, and packs logs and RESULTS into OUT/results.tar.xz.??
 #
 # QUEUE: /tmp/queue. COPY: /tmp/tree. RESULTS: /tmp/results. CPUS: a queue's cores, as taskset names them. pytest on
 # a card needs JAX_PLATFORMS=cuda. Jobs find MODELS (/tmp/models) and these variables in their environment.
@@ -138,7 +138,9 @@ status)
   find "$queue" -name '*.log' -printf '%T@ %p\n' | sort -rn | head -n "${LOGS:-4}" | cut -d ' ' -f 2 |
     while read -r log; do echo "== $log" && tail -n "${LINES_EACH:-4}" "$log" | cut -c "1-${WIDTH:-300}"; done
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader || true
-  [ -z "${OUT:-}" ] || tar cJf "$OUT/results.tar.xz" --exclude=checkpoints --exclude=tensorboard -C / "${results#/}" "${queue#/}" || true
+  # Pieces that every host lets leave: `cat results.tar.xz.?? | tar xJ`.
+  [ -z "${OUT:-}" ] || tar cJ --exclude=checkpoints --exclude=tensorboard --exclude='*.png' --exclude=report.html \
+    -C / "${results#/}" "${queue#/}" | split -b 15000000 -d -a 2 - "$OUT/results.tar.xz." || true
   ;;
 *)
   echo "unknown: $verb" >&2

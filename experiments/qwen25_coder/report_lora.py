@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the tables of PLAN_lora.md: runs with adapters, one a row, and beside the full-parameter runs of their seeds.
 
+    python -m experiments.qwen25_coder.report_lora experiments/qwen25_coder/results_lora.tar.xz
     python -m experiments.qwen25_coder.report_lora WORK/results.tar.xz...
 
-The archives are those of stretch.sh, or one that `report_1p5b --merge` made of them. Runs are judged as those of
-PLAN_1p5b.md.
+The archives are those of stretch.sh, or one that `report_1p5b --merge` made of them (results_lora.tar.xz). Runs are
+judged as those of PLAN_1p5b.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # What the 1.5B's plan lacks: runs that share a GPU, the next when one of them ends. While the model arrives, two runs of one
 # step with random weights and short responses compile what the runs will need.
-# LORA=1: the runs of PLAN_lora.md, three on a GPU of 141 GB or two on one of 80 GB, STEPS (20) each. RUNS: other runs.
+# LORA=1: the runs of PLAN_lora.md, three on a GPU of 141 GB (JOBS=4: four) or two on one of 80 GB, STEPS (20) each. RUNS: other runs.
 # TINY=1 LORA=1 RESULTS=DIR MODELS=DIR QUEUE=DIR tries every arm on a CPU with the real 0.5B.
 tiny=${TINY:-} lora=${LORA:-} python=${PYTHON:-python3} configs=configs/qwen25_coder_0p5b more=()
 model=$MODELS/qwen25-coder-1.5b
@@ -12,6 +12,10 @@ if [ -n "$lora" ]; then
   [ "$mib" -gt 100000 ] || export JOBS=${JOBS:-2} FRACTION=${FRACTION:-0.24} # the learner is planned to take 15.2 GiB
   export CONFIG=lora JOBS=${JOBS:-3} LEAST=${LEAST:-400}
   more=(train.steps="${STEPS:-20}")
+  [ "$JOBS" -lt 4 ] || { # four on a GPU of 141 GB: each has 17.5 GiB for its learner
+    export FRACTION=${FRACTION:-0.125}
+    more+=(rollout.engine.kv_cache_gb=4.5 rollout.engine.gpu_memory_utilization=0.1)
+  }
   # Where two GPUs take turns, each has both arms of the pair.
   runs=(qarl_w4a16:1 rollout_w4a16_grpo:1 rollout_w4a16_grpo:2 qarl_w4a16:2 qarl_w4a16:3 rollout_w4a16_grpo:3)
   runs+=(bf16_grpo:1 qarl_w8a8:1 base:w4a16 base:bf16 base:w8a8 {bf16_grpo,qarl_w8a8}:2 {bf16_grpo,qarl_w8a8}:3)
