@@ -468,6 +468,9 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         out["frozen weights"] = nbytes(made.frozen, mesh)
         needed = reading(dataclasses.replace(model, remat="none"), trainable, mesh)
         out["reading the base (estimate)"] = _beyond(out, needed, *_POLICY)
+        if made.served != made.graphdef:  # `Learner.quantizer` keeps the frozen ones
+            learned = nbytes(trainable.learned(made.published), mesh)
+            out["QTensors of the sampler"] = nbytes(made.published, mesh) - learned
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
         kept = nbytes(trainable.learned(made.published), mesh)
         out |= {"QTensors published before": kept} if kept else {}

@@ -235,6 +235,14 @@ def test_an_nvfp4_base_that_learner_and_engine_hold_once_is_counted_once(run):
     assert "held once by learner and engine" in plan.describe(run(*adapters, "rollout.engine.transport=auto"))
 
 
+def test_adapters_under_a_learner_of_another_scheme_hold_the_samplers_codes(run):
+    lora = "lora={rank: 8, alpha: 8}"
+    aligned = learner.parts(run(lora, "quant={forward: w4a16}"))
+    apart = learner.parts(run(lora, "quant={forward: bf16, rollout: w4a16}"))
+    assert apart["QTensors of the sampler"] == aligned["QTensors"] > 0
+    assert "QTensors of the sampler" not in aligned
+
+
 PPO = ("loss={name: ppo}", "advantage={name: gae}", "lora={rank: 8, alpha: 8}", "optimizer.name=adamw")
 
 
