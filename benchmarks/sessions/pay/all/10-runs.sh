@@ -16,9 +16,8 @@ if [ -n "$lora" ]; then
     export FRACTION=${FRACTION:-0.125}
     more+=(rollout.engine.kv_cache_gb=4.5 rollout.engine.gpu_memory_utilization=0.1)
   }
-  # Where two GPUs take turns, each has both arms of the pair.
-  runs=(qarl_w4a16:1 rollout_w4a16_grpo:1 rollout_w4a16_grpo:2 qarl_w4a16:2 qarl_w4a16:3 rollout_w4a16_grpo:3)
-  runs+=(bf16_grpo:1 qarl_w8a8:1 base:w4a16 base:bf16 base:w8a8 {bf16_grpo,qarl_w8a8}:2 {bf16_grpo,qarl_w8a8}:3)
+  # What results_lora.tar.xz lacks.
+  runs=(rollout_w4a16_grpo:{1,2,3} bf16_grpo:1 qarl_w8a8:1 base:w4a16 base:bf16 base:w8a8 {bf16_grpo,qarl_w8a8}:{2,3})
 fi
 if [ -n "$tiny" ]; then
   export JOBS=1 LEAST=1
