@@ -1,5 +1,6 @@
 # Recipes at their own lengths with random weights, on four GPUs: three steps of an update of 64 responses each. Then QaRL's
-# runs with responses of 16,384 tokens, 16 a GPU; these alone on two GPUs of 141 GB, the 30B-A3B with adapters. Beside them the real 0.5B (arrive.py of the session `pay` makes its folder)
+# runs with responses of 16,384 tokens, 16 a GPU; these alone on two GPUs of 141 GB, the 30B-A3B with adapters; on two of 80 GB
+# `2x80` alone. Beside them the real 0.5B (arrive.py of the session `pay` makes its folder)
 # trains with three kinds of masters. GPUs of 80 GB take what benchmarks/results/recipes_h100.json lacks.
 # TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU, in nine minutes.
 source benchmarks/sessions/tp/common.sh
@@ -71,6 +72,8 @@ elif [ "$memory" -gt 100000 ]; then
     long 30b_a3b 2,3 model.param_dtype=bfloat16 optimizer.master_rounding=stochastic
   ) &
   wait
+elif [ "$gpus" = 2 ]; then
+  recipe 2x80 0,1 $recipes arm=2x80
 else
   export FRACTION=0.3 ENGINE=0.15 # two runs of the 0.5B have room
   recipe 2x80 0,1 $recipes arm=2x80 &
