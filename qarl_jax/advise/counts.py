@@ -86,7 +86,6 @@ def of_step(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> dict[str
 
     Args:
       cfg: a run whose "auto" settings are settled (`memory.choose.settle`).
-      machine: the GPUs that the run is planned for.
       mean_len: mean tokens of a response; 0: all have the most.
     """
     mean_len = mean_len or cfg.rollout.max_response_len

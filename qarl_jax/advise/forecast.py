@@ -26,9 +26,6 @@ from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.types import UserError
 from qarl_jax.verify import alignment
 
-PHASES = (("rollout",), ("old_logprobs", "update"), ("publish",), ("other",))
-"""Phases whose rates are fitted together; every other term belongs to one phase alone."""
-
 # Factors of the terms of `counts`: of a time at the roofline, or seconds of a count.
 RATES: dict[str, float] = {
     "attention": 1,
@@ -53,15 +50,6 @@ RATES: dict[str, float] = {
     "stream_iterates": 2.2,
     "stream_optimizer": 8.4,
 }
-# Least factors of a fit. A time at the roofline takes as long at least, but tokens that route alike touch fewer experts
-# than random ones. A layer's programs of a micro-batch have gaps of 0.2 ms at most.
-BOUNDS: dict[str, tuple[float, float]] = {
-    name: (1.0, float("inf"))
-    for name in (
-        "read", "prefill", "product", "grouped", "attention", "stream", "exchange", "orthogonalize",
-        "stream_iterates", "stream_optimizer", "offload",
-    )
-} | {"read_experts": (0.8, float("inf")), "micro_batch": (0.0, 2e-4)}  # fmt: skip
 ERRORS = {"dense": 0.06, "MoE": 0.09}
 """Mean relative error of whole steps, each forecast without the steps of its model, machine and number of GPUs."""
 MOST_SEQUENCES = 4096
@@ -137,7 +125,6 @@ def of_schemes(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> dict[
 
     Args:
       cfg: the run; its own schemes do not count.
-      machine: the devices.
       mean_len: mean tokens of a response; 0: all have the most.
     """
     out: dict[str, Forecast] = {}

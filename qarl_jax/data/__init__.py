@@ -16,7 +16,7 @@ from qarl_jax.data.sources import files, huggingface, mix, reasoning_gym
 from qarl_jax.data.sources.hints import Hint
 from qarl_jax.data.sources.template import PromptSource, Split, Template
 from qarl_jax.data.stream import PromptStream
-from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
+from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, stop_token_ids
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError, at_least
 

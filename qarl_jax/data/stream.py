@@ -119,10 +119,6 @@ class PromptStream:
         """Returns the prompts of a step. Repeated calls, in any order of steps, return equal prompts."""
         return [self.source.prompt(i) for i in self.indices(step)]
 
-    def epoch(self, step: int) -> float:
-        """Returns the number of epochs before `step`, as a fraction."""
-        return step * self.prompts_per_step / len(self.source)
-
     def state(self, step: int) -> dict[str, Any]:
         """Returns the record in a checkpoint by which a resumed run checks that its data is unchanged."""
         return {

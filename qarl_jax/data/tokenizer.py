@@ -92,11 +92,6 @@ def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(whole[: next(starts, 0)])
 
 
-def pad_token_id(tokenizer: Tokenizer) -> int:
-    """Returns the id that fills padding positions; any id would do, since padding is masked everywhere."""
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
-
-
 def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the ids of the stop tokens that `load_tokenizer` stored; for another tokenizer, its eos token."""
     return getattr(tokenizer, "ends", None) or (int(tokenizer.eos_token_id),)

@@ -91,8 +91,6 @@ def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
 
     Args:
       attention: `model.attention`; the kernel needs "auto".
-      head_dim: width of a head.
-      numerics: the arithmetic of the mirrored engine.
     """
     mirrors = numerics.block_attention or numerics.float64
     mesh = jax.sharding.get_abstract_mesh()

@@ -47,7 +47,6 @@ def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics)
       kind: the operands' kind: "int8" or "e4m3" codes (`Scheme.kernel`), or "bf16".
       x: activations [M, K] in compute dtype.
       weight: the weight's shape, (N, K).
-      numerics: the arithmetic of the mirrored engine.
     """
     if kind not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
         return False

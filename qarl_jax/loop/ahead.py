@@ -54,7 +54,6 @@ class Ahead:
     Args:
       collector: makes the batches; called from this thread only.
       schedule: decides when a batch may begin.
-      stream: the prompts.
       timer: measures the seconds that the learner waits.
       behind: the collector's timer; its seconds are reported as `time/ahead_*`.
       first: the first step to train: 0, or the resumed one.

@@ -32,12 +32,8 @@ class Collector:
     """Samples and grades the responses of each step.
 
     Args:
-      cfg: the run's config.
-      engine: the sampler.
       grader: computes the run's rewards.
-      tokenizer: the policy's tokenizer.
       stop: token ids that end a response.
-      stream: the training prompts.
       buffer: responses that an earlier step left unfinished (`rollout.partial`); part of every checkpoint.
       timer: measures seconds of sampling and grading.
     """

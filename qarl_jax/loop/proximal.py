@@ -31,7 +31,6 @@ class Proximal:
     """Decides for one process whether to take the sampler's log-probs, and stops taking them after a mismatch.
 
     Args:
-      cfg: the run's config.
       engine: the sampler; only its `facts` are read.
       say: called with a sentence when the sampler's log-probs are rejected.
     """

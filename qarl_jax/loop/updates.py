@@ -127,7 +127,6 @@ class Updates:
     """Makes all updates of each step.
 
     Args:
-      cfg: the run's config.
       learner: the compiled programs that score and update.
       publisher: gives the QTensors of the masters.
       timer: gets the seconds of each phase.

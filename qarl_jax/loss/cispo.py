@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import prepare
-from qarl_jax.loss.common.sampler_correction import mismatch_weights
+from qarl_jax.loss.common.sampler_correction import corrected
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs, UserError
 
@@ -43,8 +42,7 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """Computes CISPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     ratio = jax.lax.stop_gradient(r.ratio)
     objective = jnp.clip(ratio, cfg.ratio_min, cfg.ratio_max) * r.advantages * r.logprobs
     mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)

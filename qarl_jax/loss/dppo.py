@@ -28,8 +28,8 @@ from jaxtyping import Array, Float
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
-from qarl_jax.loss.common.sampler_correction import mismatch_weights
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO
+from qarl_jax.loss.common.sampler_correction import corrected
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 
@@ -69,8 +69,7 @@ _SURE = 1.0 - 2.0**-24  # the largest float32 below 1: the rest of a sure token 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """Computes DPPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     log_ratio, now = jax.lax.stop_gradient((r.log_ratio, r.logprobs))
     divergence = binary_divergence(now, now - log_ratio, cfg.divergence)
     low = DIVERGENCES[cfg.divergence] if cfg.clip_low is None else cfg.clip_low

@@ -20,8 +20,7 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.clipped import clipped_surrogate
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import prepare
-from qarl_jax.loss.common.sampler_correction import mismatch_weights, smallest
+from qarl_jax.loss.common.sampler_correction import corrected, smallest
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 
@@ -50,8 +49,7 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """Computes GSPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     ratio = jnp.exp(jnp.minimum(r.mean(r.log_ratio), MAX_LOG_SEQUENCE_RATIO))
     objective = clipped_surrogate(
         r.spread(ratio),

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import AGGREGATIONS, Shared, option
-from qarl_jax.loss.common.responses import prepare
-from qarl_jax.loss.common.sampler_correction import mismatch_weights
+from qarl_jax.loss.common.sampler_correction import corrected
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.types import LossInputs
 
@@ -41,8 +40,7 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """Computes SAPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     ratio = r.ratio
     tau = jnp.where(r.advantages > 0, cfg.tau_pos, cfg.tau_neg).astype(jnp.float32)
     gate = jax.nn.sigmoid(tau * (ratio - 1.0))

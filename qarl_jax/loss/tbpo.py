@@ -40,8 +40,8 @@ from jaxtyping import Array, Float
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate_sequences
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses, prepare
-from qarl_jax.loss.common.sampler_correction import MISMATCH, mismatch_weights
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses
+from qarl_jax.loss.common.sampler_correction import MISMATCH, corrected
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 
@@ -108,8 +108,7 @@ def widths(r: Responses, cfg: Config) -> Float[Array, "B S"] | float:
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """Computes TBPO's loss of a batch by the formula above; `qarl_jax.loss` explains the returned Mean."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     advantage, w = r.mean(r.advantages), r.mean(weights.weight)
     ratio = jnp.exp(jnp.clip(r.mean(r.log_ratio), -MAX_LOG_RATIO, MAX_LOG_RATIO))
 

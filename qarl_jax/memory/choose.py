@@ -287,7 +287,7 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
 def allowed(cfg: RunConfig, size: int) -> Knobs:
     """Returns all knobs; the run's present settings cost nothing."""
     ours = [_remat(cfg), *(_offload(cfg, owner) for owner in learner.optimizer_states(cfg))]
-    ours += [_rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
+    ours += [_rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters()]
     theirs = []
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig):
@@ -345,7 +345,7 @@ def _moments(cfg: RunConfig) -> Knob:
     ]
 
 
-def _masters(cfg: RunConfig) -> Knob:
+def _masters() -> Knob:
     half = Choice(
         settings={"model.param_dtype": "bfloat16", "optimizer.master_rounding": "stochastic"},
         cost=Cost(bits=8),

@@ -50,7 +50,6 @@ def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bo
         backend's fused kernel, else xla. "flash3" becomes "xla", with a warning, where the GPU lacks it.
       dtype, head_dim, length: of the queries.
       packed: rows hold several segments.
-      numerics: the arithmetic of the mirrored engine.
     """
     if attention == "flash3" and (lacks := flash3_lacks(dtype, head_dim)) is not None:
         warnings.warn(f"attention=flash3 needs {lacks}: attention=xla runs instead, in the same blocks", stacklevel=2)

@@ -216,7 +216,6 @@ class Transformer(nnx.Module):
         """Computes the output of the final norm, in the compute dtype.
 
         Args:
-          tokens: token ids.
           positions: position within the sequence, for RoPE; None: 0 .. T-1 (restarted per segment by the caller).
           segment_ids: sequences packed in a row do not see each other; 0 = padding; None: one sequence per row.
           max_segments: static bound on the number of segments of a row, each contiguous; None: T.
@@ -306,7 +305,6 @@ class Transformer(nnx.Module):
         """Runs T more tokens of every row against the cache: a prefill, a part of a prefill, or (T = 1) a decode step.
 
         Args:
-          tokens: token ids.
           positions: position within the sequence. A negative position marks an absent token (trailing positions of a
             short prompt, an idle row): it is not cached and does not advance the row; ignore its output.
           cache: earlier tokens. Token t of row b goes to slot cache.length[b] + t; past the last slot it is dropped.

@@ -24,7 +24,6 @@ def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
     slice of a stack gets its bits of the whole stack if its first position is added to the seed.
 
     Args:
-      shape: shape of the result.
       seed: uint32 scalar.
     """
     h = jnp.full(shape, seed, jnp.uint32)

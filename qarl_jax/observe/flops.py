@@ -48,11 +48,7 @@ def peak(device_kind: str) -> float | None:
 
 
 def active_parameters(model: models.ModelConfig, params: Any) -> float:
-    """Counts the parameters that one token uses; of an MoE model's experts only the share it is routed to.
-
-    Args:
-      params: the model's parameters, arrays or shapes.
-    """
+    """Counts the parameters that one token uses; of an MoE model's experts only the share it is routed to."""
     out = 0.0
     for path, leaf in models.by_path(params).items():
         routed = model.moe is not None and ".moe." in path and ".router." not in path

@@ -64,7 +64,6 @@ class RunData:
     """The data of one run that the page shows, updated from the run's files.
 
     Args:
-      folder: the run's folder.
       name: the run's name in legends.
       steps: number of steps, spread over the run, whose samples are kept in full (for a report). None: one line for
         each sample of every step.

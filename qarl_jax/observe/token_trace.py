@@ -58,7 +58,6 @@ class Follower:
 
     Args:
       picks: (group, sample) of each response to trace.
-      loss: the run's loss.
       most: most tokens recorded per response; of a longer one half at its beginning, half at its end; 0: none.
       rows: static upper bound on the number of picks, so that one program fits every step.
 

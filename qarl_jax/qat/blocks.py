@@ -231,12 +231,7 @@ def _write_rows(path: pathlib.Path, rows: Sequence[int], like: Any, batches: Ite
 
 
 class Rows:
-    """The rows of a stream (layer inputs), read from a file on demand or held in the device's memory.
-
-    Args:
-      path: the file.
-      held: whether to hold them.
-    """
+    """The rows of a stream (layer inputs), read from a file on demand or held in the device's memory."""
 
     def __init__(self, path: pathlib.Path, held: bool = False):
         file = safetensors.SafetensorsFile(path)
@@ -280,7 +275,6 @@ class Blocks:
     """Trains a model's layers one by one, resuming from the files in `Job.work`.
 
     Args:
-      job: the inputs.
       task: counts updates (`progress.Task`).
       say: function that prints a line.
     """

@@ -73,7 +73,6 @@ def distill(
 
     Args:
       teacher, student: (graphdef, masters); the teacher's masters may have the compute dtype.
-      tokens: training rows.
       optimizer, plan, every, folder, task, widths: as in `Trainer`.
 
     Returns:

@@ -81,7 +81,6 @@ class Grader:
         """Decodes and grades the completions of each prompt.
 
         Args:
-          tokenizer: the policy's tokenizer.
           prompts, completions: completions[i] belong to prompts[i].
           max_response_len: the completions' length limit in tokens; 0: the run's.
 

@@ -196,6 +196,31 @@ class RolloutEngine(Protocol):
         """Releases weights, programs and processes. May be called twice."""
 
 
+class Around(RolloutEngine):
+    """An engine around another one, to which it passes every call on. engine: the other; `close` closes it, too."""
+
+    def __init__(self, engine: RolloutEngine):
+        self.engine, self.version = engine, engine.version
+
+    @property
+    def facts(self) -> Any:
+        return self.engine.facts
+
+    def prepare(self, graphdef: Any) -> None:
+        self.engine.prepare(graphdef)
+
+    def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
+        return self.engine.hold_once(graphdef, mesh)
+
+    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
+        report = self.engine.publish(weights, version)
+        self.version = self.engine.version
+        return report
+
+    def close(self) -> None:
+        self.engine.close()
+
+
 def _jax(config: Any = None, **options: Any) -> RolloutEngine:
     from qarl_jax.rollout.embedded import engine
 

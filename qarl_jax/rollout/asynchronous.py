@@ -20,9 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from jax.sharding import Mesh
-
-from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig, continuation
+from qarl_jax.rollout import Around, Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig, continuation
 from qarl_jax.types import Completion, UserError
 
 
@@ -111,7 +109,7 @@ class Schedule:
                 raise StoppedError
 
 
-class SharedEngine(RolloutEngine):
+class SharedEngine(Around):
     """A RolloutEngine that two threads may call. Calls exclude each other; a waiting publish goes first.
 
     Args:
@@ -121,14 +119,10 @@ class SharedEngine(RolloutEngine):
     """
 
     def __init__(self, engine: RolloutEngine, schedule: Schedule, chunk: int = 0):
-        self.engine, self.schedule, self._chunk = engine, schedule, chunk
-        self.version = engine.version
+        super().__init__(engine)
+        self.schedule, self._chunk = schedule, chunk
         self._free = threading.Condition()
         self._taken, self._urgent = False, 0
-
-    @property
-    def facts(self) -> Any:
-        return self.engine.facts
 
     @contextlib.contextmanager
     def _alone(self, *, urgent: bool = False) -> Iterator[None]:
@@ -144,17 +138,10 @@ class SharedEngine(RolloutEngine):
                 self._taken = False
                 self._free.notify_all()
 
-    def prepare(self, graphdef: Any) -> None:
-        self.engine.prepare(graphdef)
-
-    def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
-        return self.engine.hold_once(graphdef, mesh)
-
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
         self.schedule.before_publish(version)
         with self._alone(urgent=True):
-            report = self.engine.publish(weights, version)
-            self.version = self.engine.version
+            report = super().publish(weights, version)
         self.schedule.published(version)
         return report
 
@@ -170,6 +157,3 @@ class SharedEngine(RolloutEngine):
             raise StoppedError
         with self._alone():
             return self.engine.extend(requests, sampling=sampling)
-
-    def close(self) -> None:
-        self.engine.close()

@@ -106,9 +106,6 @@ def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Co
     """Samples a step's groups, with more batches while too many groups have equal rewards.
 
     Args:
-      cfg: dynamic sampling.
-      stream: the prompts.
-      step: the step.
       sample: maps (prompts, number of the batch) to rewarded groups and each reward term over all samples.
     """
     size = stream.prompts_per_step

@@ -91,7 +91,6 @@ def add(cfg: Config, params: nnx.State, *, sigma: float, seed: int, dtype: Any, 
 
     Args:
       params: masters or published weights. Leaves keep their dtype, shape and sharding.
-      sigma: standard deviation.
       seed: in [0, 2^63).
       dtype: the sampler's compute dtype, in which gains and noise are added.
 

@@ -190,8 +190,6 @@ def collect(
     """Samples a step's groups.
 
     Args:
-      cfg, dynamic: partial rollouts, and dynamic sampling.
-      stream: the prompts.
       step: the step, and the version that samples.
       buffer: the buffer that the step before left.
       num_samples: responses per prompt.

@@ -27,11 +27,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from qarl_jax.data.sources.template import Messages, Template
 from qarl_jax.data.tokenizer import Tokenizer, decode, ends
-from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
+from qarl_jax.rollout import Around, Drawn, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.environments import Config, Episodes, Said, plain
 from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Turn, UserError, VersionSpan
@@ -49,8 +48,6 @@ class Observations:
     opening of the next turn, is appended to the drawn tokens.
 
     Args:
-      cfg: the environment's settings.
-      tokenizer: the policy's tokenizer.
       chat: whether observations are rendered by the tokenizer's chat template.
       chat_args: further arguments of the template, as for prompts.
 
@@ -187,13 +184,11 @@ class Episode:
         )
 
 
-class TurnTaking(RolloutEngine):
+class TurnTaking(Around):
     """A RolloutEngine whose `draw` plays episodes: turns of the policy alternate with observations.
 
     Args:
       engine: the engine that draws turns; `close` closes it, too.
-      cfg: the environment's settings.
-      tokenizer: the policy's tokenizer.
       chat: whether prompts are rendered by the tokenizer's chat template. chat_args: its further arguments.
       log: called with a line when episodes fail.
     """
@@ -208,33 +203,18 @@ class TurnTaking(RolloutEngine):
         chat_args: Mapping[str, Any] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ):
-        self.engine, self._cfg, self._tokenizer, self._log = engine, cfg, tokenizer, log
+        super().__init__(engine)
+        self._cfg, self._tokenizer, self._log = cfg, tokenizer, log
         self._name = f"environment {cfg.source()[0]}"
         self._observations = Observations(cfg, tokenizer, chat, chat_args)
         # Over several processes the first asks for all: an environment may answer each of them otherwise.
         self._episodes = Episodes(cfg, log) if processes.is_first() else None
         self._names = itertools.count()
-        self.version = engine.version
-
-    @property
-    def facts(self) -> Any:
-        return self.engine.facts
-
-    def prepare(self, graphdef: Any) -> None:
-        self.engine.prepare(graphdef)
-
-    def hold_once(self, graphdef: Any, mesh: Mesh) -> Any:
-        return self.engine.hold_once(graphdef, mesh)
-
-    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
-        report = self.engine.publish(weights, version)
-        self.version = self.engine.version
-        return report
 
     def close(self) -> None:
         if self._episodes is not None:
             self._episodes.close()
-        self.engine.close()
+        super().close()
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
         """Yields multi-turn responses, each as soon as its last turn is answered; see `RolloutEngine`.

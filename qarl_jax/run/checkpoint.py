@@ -37,7 +37,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,8 +270,22 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 orbax.close()
 
-    def _explained(self, step: int, staging: Path) -> _Explained:
-        return _Explained(self, step, staging)
+    @contextlib.contextmanager
+    def _explained(self, step: int, staging: Path) -> Iterator[None]:
+        """Removes a failed save's debris; turns what the user can fix into a UserError."""
+        try:
+            yield
+        except BaseException as error:
+            self._drop_orbax()
+            if processes.is_first():
+                shutil.rmtree(staging, ignore_errors=True)
+            if not (reason := _reason(error)):
+                raise
+            kept = self.steps()
+            raise UserError(
+                f"Cannot save step {step} in {self.directory}: {reason}. "
+                + (f"Earlier checkpoints are intact (steps {kept})." if kept else "There is no earlier checkpoint.")
+            ) from error
 
     def _sweep(self) -> None:
         """Remove what a killed save or deletion left behind."""
@@ -375,33 +389,6 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise DamagedCheckpointError(
                 f"The checkpoint {item} cannot be read: {on_disk.first_line(error)}."
-            ) from error
-
-
-@dataclasses.dataclass
-class _Explained:
-    """Removes a failed save's debris; turns what the user can fix into a UserError."""
-
-    checkpoints: Checkpoints
-    step: int
-    staging: Path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        self.checkpoints._drop_orbax()
-        if processes.is_first():
-            shutil.rmtree(self.staging, ignore_errors=True)
-        reason = _reason(error)
-        if reason:
-            where = self.checkpoints.directory
-            kept = self.checkpoints.steps()
-            raise UserError(
-                f"Cannot save step {self.step} in {where}: {reason}. "
-                + (f"Earlier checkpoints are intact (steps {kept})." if kept else "There is no earlier checkpoint.")
             ) from error
 
 

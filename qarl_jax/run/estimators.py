@@ -29,11 +29,6 @@ FEW = 30
 def pass_at_k(num_correct: Int[np.ndarray, " P"], num_samples: int, k: int) -> Float[np.ndarray, " P"]:
     """Estimates the probability that k of a prompt's responses, drawn without replacement, include a correct one.
 
-    Args:
-      num_correct: number of correct responses of each prompt.
-      num_samples: n, responses per prompt.
-      k: in 1..n.
-
     Raises:
       ValueError: k out of range.
     """
@@ -63,7 +58,6 @@ def maj_at_k(
     Args:
       votes: [P][n] answers as hashable values, equal for equal answers; None for a response without one.
       correct: whether each response was graded correct; an answer counts as correct if its first vote does.
-      k: in 1..n.
 
     Raises:
       ValueError: k out of range.

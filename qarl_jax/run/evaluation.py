@@ -201,7 +201,6 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
     """Reads a run's evaluations, oldest first: records with `version` and the metrics of `evaluate`.
 
     Args:
-      run_dir: the run.
       up_to: first delete records of later versions from both files (a run resumes at this version); None: only read.
     """
     records, _ = (_records(Path(run_dir) / name, up_to) for name in FILES)

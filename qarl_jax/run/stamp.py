@@ -78,11 +78,7 @@ def _base(cfg: RunConfig) -> str:
 
 
 def _check_base(cfg: RunConfig, found: dict[str, Any]) -> None:
-    """Refuses adapters on another base than the one that they learned on.
-
-    Raises:
-      UserError
-    """
+    """Refuses adapters on another base than the one that they learned on."""
     known = found.get("base")
     if cfg.lora is not None and known and (now := _base(cfg)) and now != known:
         raise UserError(

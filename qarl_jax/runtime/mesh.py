@@ -231,7 +231,6 @@ def param_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
       tree: a model, an abstract model (`nnx.eval_shape`), an `nnx.State` (params or qweights), or any pytree around
         such states (an optimizer state). A variable's `axes` metadata decide its sharding; all arrays of a QTensor
         ([.., N, K], [.., N, K/8], [.., N, G]) are sharded like its master. Arrays outside any variable are replicated.
-      mesh: the mesh.
 
     Returns:
       The pytree (a State for a model) with a NamedSharding in place of every array.

@@ -268,9 +268,6 @@ def agree(error: Exception | None) -> None:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Raises an error of one process on all processes when the block ends, so that none waits for a lost one."""
-    if count() == 1:
-        yield
-        return
     failure: Exception | None = None
     try:
         yield

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qarl_jax.data.tokenizer import decode, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
+from qarl_jax.data.tokenizer import decode, load_tokenizer, make_char_tokenizer, stop_token_ids
 from qarl_jax.types import UserError
 
 ALPHABET = "0123456789+-*= \nabc"
@@ -34,7 +34,7 @@ def test_nobody_is_told_that_torch_is_missing(folder):
 def test_ids_are_padding_end_unknown_extra_then_the_alphabet_in_order(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer("0<think>c<eos>?").input_ids == [4, 3, 4 + ALPHABET.index("c"), 1, 2]
-    assert (tokenizer.eos_token_id, pad_token_id(tokenizer), tokenizer.unk_token_id) == (1, 0, 2)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id) == (1, 0, 2)
     assert len(tokenizer) == 4 + len(ALPHABET)
 
 

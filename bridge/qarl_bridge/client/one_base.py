@@ -8,13 +8,8 @@ The trainer allocates a buffer, which lives as long as the trainer's process. An
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Sequence
-
-import msgspec
 
 from qarl_bridge.protocol import messages
-from qarl_bridge.protocol.one_base import FILE, Place
 from qarl_bridge.transport import cuda_ipc, shm
 
 
@@ -60,11 +55,3 @@ class GpuMemory:
         """Copies `nbytes` bytes from the GPU address `source` into the buffer at byte `offset`; synchronous."""
         self._device.copy_all([(self.pointer + offset, source, nbytes)])
         self._device.synchronize()
-
-
-def write(folder: str, places: Sequence[Place]) -> None:
-    """Writes the list of buffers to base.json in an engine's model folder, and replaces an earlier list."""
-    temporary = os.path.join(folder, f".{FILE}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(msgspec.json.encode(list(places)))
-    os.replace(temporary, os.path.join(folder, FILE))

@@ -253,14 +253,16 @@ def stage(
 def write_folder(path: str, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
     """Writes a model folder without weights (config.json, tensors.json); its engine waits for the first publish."""
     os.makedirs(path, exist_ok=True)
-    for name, data in (
-        ("config.json", json.dumps(config, indent=1).encode()),
-        ("tensors.json", msgspec.json.encode(list(expected))),
-    ):
-        temporary = os.path.join(path, f".{name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, os.path.join(path, name))
+    write_file(path, "config.json", json.dumps(config, indent=1).encode())
+    write_file(path, "tensors.json", msgspec.json.encode(list(expected)))
+
+
+def write_file(folder: str, name: str, data: bytes) -> None:
+    """Writes a file of a model folder, and replaces an earlier one once it is complete."""
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.replace(temporary, os.path.join(folder, name))
 
 
 class Client:
@@ -449,24 +451,24 @@ class Client:
                 return self._broadcast(staged.buffer(self.facts.device))
             stage = messages.Stage(memory=staged.memory(self.facts.device))
             return self.request(stage, messages.Staged, fill=self._filler(staged))
-        if ready.share_memory:
-            try:
-                return self.request(messages.Stage(memory=staged.memory()), messages.Staged)
-            except BridgeError as error:
-                if error.code != "unshared":
-                    raise
-            self.request(messages.Announce(manifest=manifest), messages.Ready)
-        with staged.turn_of(ready.host) as elsewhere:
-            if elsewhere.memory is not None:  # in another bridge of its host
-                try:
-                    return self.request(messages.Stage(memory=elsewhere.memory), messages.Staged)
-                except BridgeError as error:
-                    if error.code != "unshared":
-                        raise
-                self.request(messages.Announce(manifest=manifest), messages.Ready)
+        if ready.share_memory and (done := self._offered(staged.memory(), manifest)):
+            return done
+        with staged.turn_of(ready.host) as elsewhere:  # whose memory is in another bridge of its host
+            if elsewhere.memory is not None and (done := self._offered(elsewhere.memory, manifest)):
+                return done
             done = self._send(staged, ready.holds)
             elsewhere.memory = done.memory
             return done
+
+    def _offered(self, memory: Any, manifest: messages.Manifest, *codes: str) -> messages.Staged | None:
+        """Stages bytes in `memory`; if the bridge cannot take them ("unshared" or `codes`), announces again: None."""
+        try:
+            return self.request(messages.Stage(memory=memory), messages.Staged)
+        except BridgeError as error:
+            if error.code not in ("unshared", *codes):
+                raise
+        self.request(messages.Announce(manifest=manifest), messages.Ready)
+        return None
 
     def _filler(self, staged: Version) -> Callable[[int], None] | None:
         if not isinstance(staged, ChunkedVersion):
@@ -480,12 +482,8 @@ class Client:
         if changes is not None:
             for offset in range(0, len(changes), messages.CHUNK_BYTES):
                 self._send_chunk(offset, changes[offset : offset + messages.CHUNK_BYTES])
-            try:
-                return self.request(messages.Stage(memory=messages.Changes(base=holds)), messages.Staged)
-            except BridgeError as error:
-                if error.code not in ("unshared", "torn"):
-                    raise
-            self.request(messages.Announce(manifest=manifest), messages.Ready)
+            if done := self._offered(messages.Changes(base=holds), manifest, "torn"):
+                return done
         for offset in range(0, manifest.total_bytes, messages.CHUNK_BYTES):
             size = min(messages.CHUNK_BYTES, manifest.total_bytes - offset)
             self._send_chunk(offset, staged.chunk(offset, size))

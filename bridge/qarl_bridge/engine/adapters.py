@@ -35,12 +35,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from qarl_bridge.protocol import adapters, messages
 from qarl_bridge.protocol.errors import BridgeError
-from qarl_bridge.protocol.formats import FUSED
+from qarl_bridge.protocol.formats import stems
 from qarl_bridge.server import staged_gpu
 from qarl_bridge.server.staged import HostCopy
 
@@ -269,8 +268,7 @@ def _layers(
     layers: dict[str, _Layer] = {}
     left = set(shapes)
     for name, module in modules.items():
-        parent, dot, leaf = name.rpartition(".")
-        parts = [f"{parent}{dot}{part}" for part in FUSED.get(leaf, (leaf,))]
+        parts = stems(name)
         if not any(part + adapters.A in shapes for part in parts) or not hasattr(module, "quant_method"):
             continue
         sizes = getattr(module, "output_partition_sizes", None) or [module.output_size]
@@ -300,9 +298,7 @@ def _in_pieces(manifest: messages.Manifest) -> Iterator[messages.Manifest]:
     entries: list[messages.TensorEntry] = []
     for entry in (*manifest.tensors, None):
         if entries and (entry is None or entry.offset + entry.nbytes - entries[0].offset > _CHECKED_BYTES):
-            first, size = entries[0].offset, entries[-1].offset + entries[-1].nbytes - entries[0].offset
-            moved = [msgspec.structs.replace(one, offset=one.offset - first) for one in entries]
-            yield msgspec.structs.replace(manifest, tensors=moved, total_bytes=size)
+            yield manifest.part(entries)
             entries = []
         if entry is not None:
             entries.append(entry)

@@ -28,7 +28,7 @@ import torch
 
 from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.protocol import fingerprint, messages
-from qarl_bridge.protocol.formats import FUSED
+from qarl_bridge.protocol.formats import stems
 from qarl_bridge.server import staged_gpu
 
 # The parameters of vLLM's fused experts -> the projections they hold, as rows, of every expert.
@@ -47,12 +47,6 @@ class _Source:
     parameter: str
     names: tuple[str, ...]
     is_stacked: bool
-
-
-def stems(prefix: str) -> list[str]:
-    """Lists the published names of the linear layers that a live module fuses: a.qkv_proj gives a.q_proj, ..."""
-    parent, _, leaf = prefix.rpartition(".")
-    return [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, (leaf,))]
 
 
 def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str, Any]) -> list[_Source]:

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import torch
 
-from qarl_bridge.engine.fast_load import stems
 from qarl_bridge.engine.nvfp4_layers import Given, NvFp4Layer, packed
 from qarl_bridge.protocol import messages, one_base
 from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.protocol.formats import stems
 from qarl_bridge.server import staged_gpu
 from qarl_bridge.transport import cuda_ipc, shm
 

@@ -24,7 +24,6 @@ def load(path: str, dtype: str, max_len: int) -> Callable[[dict[str, list[Messag
     """Loads a reward model onto the first GPU that the process sees, or the CPU.
 
     Args:
-      path: the model folder.
       dtype: torch's name of the compute dtype, e.g. "bfloat16".
       max_len: limit of a conversation's tokens; a longer one loses its beginning.
 

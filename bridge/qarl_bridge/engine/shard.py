@@ -45,9 +45,6 @@ class Shard:
     def check(self, config: Mapping[str, Any]) -> None:
         """Checks that the shards divide a model's attention heads and key-value heads evenly.
 
-        Args:
-          config: the contents of the model's config.json.
-
         Raises:
           BridgeError("setup"): they do not.
         """

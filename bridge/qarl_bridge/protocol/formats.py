@@ -130,6 +130,12 @@ def live_module(name: str) -> str:
     return parent + dot + next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
 
 
+def stems(prefix: str) -> list[str]:
+    """Lists the published names of the linear layers that a live module fuses: a.qkv_proj gives a.q_proj, ..."""
+    parent, _, leaf = prefix.rpartition(".")
+    return [f"{parent}.{part}" if parent else part for part in FUSED.get(leaf, (leaf,))]
+
+
 def arguments(
     bits: int, kind: str, strategy: str, *, group_size: int = 0, dynamic: bool = False, symmetric: bool = True
 ) -> dict[str, Any]:

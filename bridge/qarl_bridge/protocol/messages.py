@@ -19,7 +19,7 @@ a later incarnation of the same run (a resumed trainer) may step back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -124,6 +124,12 @@ class Manifest(_Struct):
         """Computes one fingerprint of the tensors not in `replaced`; run, step and order do not change it."""
         entries = sorted((e.name, e.dtype, e.shape, e.digest) for e in self.tensors if e.name not in replaced)
         return digest(b"kept", msgspec.msgpack.encode((self.model, self.scheme, entries)))
+
+    def part(self, entries: Sequence[TensorEntry]) -> Manifest:
+        """Makes a manifest of some neighbouring entries, with offsets from the first entry's first byte."""
+        first = entries[0].offset
+        moved = [msgspec.structs.replace(entry, offset=entry.offset - first) for entry in entries]
+        return msgspec.structs.replace(self, tensors=moved, total_bytes=moved[-1].offset + moved[-1].nbytes)
 
     def sealed(self) -> Manifest:
         """Returns a copy of the manifest with `digest` filled in."""

@@ -16,8 +16,6 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.server.staged import Copy
@@ -124,12 +122,7 @@ class ChunkedCopy:
 
 def _parts(manifest: messages.Manifest, ends: Sequence[int]) -> list[messages.Manifest]:
     """Makes a manifest for each part, with offsets from the buffer's first byte."""
-    tensors, parts = manifest.tensors, []
+    tensors = manifest.tensors
     if any(b <= a for a, b in itertools.pairwise([0, *ends])) or [*ends][-1:] != [len(tensors)]:
         raise BridgeError(f"the parts of {manifest.version} do not make the version", "torn")
-    for first, end in itertools.pairwise([0, *ends]):
-        start = tensors[first].offset
-        entries = [msgspec.structs.replace(entry, offset=entry.offset - start) for entry in tensors[first:end]]
-        size = entries[-1].offset + entries[-1].nbytes
-        parts.append(msgspec.structs.replace(manifest, tensors=entries, total_bytes=size))
-    return parts
+    return [manifest.part(tensors[first:end]) for first, end in itertools.pairwise([0, *ends])]

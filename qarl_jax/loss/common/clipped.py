@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import prepare
-from qarl_jax.loss.common.sampler_correction import mismatch_weights
+from qarl_jax.loss.common.sampler_correction import corrected
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 
@@ -60,8 +59,7 @@ def clipped_policy_loss(
     `off_policy_mask` drops responses with A < 0 whose mean log-prob under the sampler exceeds that under the learner by
     more than this many nats (DeepSeek-V3.2, eq. 9); they still count in denominators.
     """
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     ratio = r.ratio
     clip: dict[str, Any] = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high, "dual_clip": cfg.dual_clip}
     objective = clipped_surrogate(ratio, r.advantages, widen=weights.widen, **clip)

@@ -20,13 +20,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses, prepare
 from qarl_jax.metrics import Mean, Metric, masked_max
+from qarl_jax.types import LossInputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,17 +224,10 @@ def smallest(x: Float[Array, "B T"], r: Responses) -> Float[Array, "B S"]:
     return jnp.where(r.present, rows[:, 1:], 0.0)
 
 
-def mismatch_weights(
-    r: Responses, mismatch: str, *, cap: float = 2.0, low: float | None = None, high: float | None = None
-) -> Weights:
-    """Computes the weights and metrics of the correction called `mismatch` for a batch.
-
-    Args:
-      r: the batch.
-      mismatch: key of `MISMATCH`.
-      cap: C, the bound of a truncated weight.
-      low, high: bounds of the ratio; None: the correction's defaults, else 1/C and C.
-    """
+def corrected(x: LossInputs, cfg: Any) -> tuple[Responses, Weights]:
+    """Computes `prepare`, and the weights of the correction `cfg.mismatch`, with an objective's options (`Shared`)."""
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
+    mismatch, cap, low, high = cfg.mismatch, cfg.mismatch_cap, cfg.mismatch_low, cfg.mismatch_high
     correction = MISMATCH[mismatch]
     low = low if low is not None else correction.low if correction.low is not None else 1.0 / cap
     high = high if high is not None else correction.high if correction.high is not None else cap
@@ -257,4 +252,4 @@ def mismatch_weights(
         "mismatch/tok_rejected": r.token_mean((weight == 0) & r.mask),
         "mismatch/seq_rejected": r.sequence_mean((r.sum(weight) == 0) & r.present),
     }
-    return Weights(weight=weight, widen=jax.lax.stop_gradient(widen), metrics=metrics)
+    return r, Weights(weight=weight, widen=jax.lax.stop_gradient(widen), metrics=metrics)

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from qarl_jax.loss import Loss
 from qarl_jax.loss.common.aggregation import aggregate
-from qarl_jax.loss.common.responses import prepare
-from qarl_jax.loss.common.sampler_correction import mismatch_weights
+from qarl_jax.loss.common.sampler_correction import corrected
 from qarl_jax.types import LossInputs
 
 FATES = ("kept", "above", "below", "rejected", "no signal")
@@ -60,8 +59,7 @@ class Effects:
 def effects(x: LossInputs, loss: Loss) -> Effects:
     """Finds the effect of `loss` on each token of a batch, which may be any part of a mini-batch."""
     cfg = loss.config
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    r, weights = corrected(x, cfg)
     push = -jax.grad(lambda logprobs: loss(dataclasses.replace(x, logprobs=logprobs))[0].total)(x.logprobs)
     share = jax.grad(lambda terms: aggregate(terms, r, cfg.aggregation, max_response_len=cfg.max_response_len).total)(
         jnp.zeros_like(r.logprobs)

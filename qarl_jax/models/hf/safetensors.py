@@ -98,7 +98,6 @@ def write(path: pathlib.Path, shapes: Shapes, tensors: Iterable[tuple[str, np.nd
     """Writes one file, atomically (a temporary file, then a rename).
 
     Args:
-      path: the file.
       shapes: dtype and shape of every tensor, in the order in which `tensors` yields them.
       tensors: (name, array); each is written before the next is drawn from the iterable.
 

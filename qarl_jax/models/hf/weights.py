@@ -443,7 +443,6 @@ def export_tensors(
 
     Args:
       params: masters. qweights: their QTensors, or an empty State.
-      config: the model's config.
       dtype: the dtype to which masters are cast.
       stacked: whether the experts of a layer are yielded as one tensor [E, ...], under the name of the first.
       paths: paths of the wanted parameters; None: all.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of quantization schemes, and functions that parse, quantize and dequantize under one.
 
-A scheme is one file with a subclass of `Scheme`. To add one, write the file and add one line here; the tests in
-tests/quant and tests/bridge run for every scheme of the registry.
+A scheme is a subclass of `Scheme`, mostly in a file of its own. To add one, write the file and add one line here; the
+tests in tests/quant and tests/bridge run for every scheme of the registry.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ from qarl_jax.quant.schemes import (
     w2a2,
     w2a16,
     w2a16_asym,
-    w2a16_midpoint,
-    w2a16_shift,
     w3a16,
     w3a16_asym,
     w4a4,
     w4a8,
     w4a16,
     w4a16_asym,
-    w4a16_midpoint,
-    w4a16_shift,
     w8a8,
     w8a16_asym,
 )
@@ -58,10 +54,10 @@ SCHEMES: dict[str, type[Scheme]] = {
         w4a16_asym.Config,
         w3a16_asym.Config,
         w2a16_asym.Config,
-        w4a16_midpoint.Config,
-        w2a16_midpoint.Config,
-        w4a16_shift.Config,
-        w2a16_shift.Config,
+        nested_grid.W4Midpoint,
+        nested_grid.W2Midpoint,
+        nested_grid.W4Shift,
+        nested_grid.W2Shift,
         w4a4.Config,
         w2a2.Config,
     )

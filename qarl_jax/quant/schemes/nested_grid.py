@@ -25,6 +25,7 @@ Sources: Bit-by-Bit, arXiv 2604.07888 (second-hand); MatQuant, arXiv 2502.06786.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -40,6 +41,40 @@ class Config(asym_grid.Config):
     def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
         """Quantizes a master to eight bits and keeps the top `bits` of each code."""
         return sliced(w8a16_asym.Config(self.group_size).quantize(w), self)
+
+
+@dataclasses.dataclass(frozen=True)
+class W4Midpoint(Config):
+    """The top 4 bits of `w8a16_asym`; a code stands for the middle of its 16 values."""
+
+    name: ClassVar[str] = "w4a16_midpoint"
+    bits: ClassVar[int] = 4
+    slices: ClassVar[str] = "midpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class W2Midpoint(W4Midpoint):
+    """The top 2 bits of `w8a16_asym`; a code stands for the middle of its 64 values."""
+
+    name: ClassVar[str] = "w2a16_midpoint"
+    bits: ClassVar[int] = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class W4Shift(Config):
+    """The top 4 bits of `w8a16_asym`; a code stands for the lowest of its 16 values."""
+
+    name: ClassVar[str] = "w4a16_shift"
+    bits: ClassVar[int] = 4
+    slices: ClassVar[str] = "shift"
+
+
+@dataclasses.dataclass(frozen=True)
+class W2Shift(W4Shift):
+    """The top 2 bits of `w8a16_asym`; a code stands for the lowest of its 64 values."""
+
+    name: ClassVar[str] = "w2a16_shift"
+    bits: ClassVar[int] = 2
 
 
 def sliced(master: QTensor, scheme: asym_grid.Config) -> QTensor:

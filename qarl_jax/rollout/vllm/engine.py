@@ -186,8 +186,6 @@ class VllmEngine(RolloutEngine):
       log: called with a line when a bridge is started or replaced.
     """
 
-    tells_groups = True
-
     def __init__(
         self,
         config: Config,
@@ -222,10 +220,8 @@ class VllmEngine(RolloutEngine):
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics, self._shards = "plain", 1
-        self._again, self._policies = (
-            0,
-            dict[int, int](),
-        )  # wire steps grow with every publish, policy versions need not
+        # Wire steps grow with every publish, policy versions need not.
+        self._again, self._policies = 0, dict[int, int]()
         self._schemes: list[str] = []
         self.version = -1
 
@@ -328,9 +324,8 @@ class VllmEngine(RolloutEngine):
             self._log(f"publishing over host memory: {error}")
         # Out of the handler: what goes wrong from here on has nothing to do with the first way.
         self._transport = "host"
-        if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
-            self._stager.close()
-            self._stager = None
+        if self._staged is None:  # nothing published lies in the stager's buffers
+            self._close_stager()
         self._again += processes.count() > 1  # the engines of another process may have the version
         return self._publish(weights, version, "host")
 
@@ -373,9 +368,8 @@ class VllmEngine(RolloutEngine):
         for old in before:
             if old is not None and old is not self._base:
                 old.close()
-        if self._transport == "host" and self._stager is not None:  # it was left meanwhile: nothing lies in its buffers
-            self._stager.close()
-            self._stager = None
+        if self._transport == "host":  # the stager was left meanwhile: nothing lies in its buffers
+            self._close_stager()
         first = self.fleet.first
         if first is not None and first.client is not None and (route := first.client.sent_over) != self.route:
             self.route = route
@@ -428,6 +422,11 @@ class VllmEngine(RolloutEngine):
             if version is not None:
                 version.close()
         self._staged = self._base = None
+
+    def _close_stager(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
 
     def _device_stager(self, weights: PolicyWeights) -> DeviceStager:
         if not self._config.stages_on_gpu:
@@ -499,9 +498,7 @@ class VllmEngine(RolloutEngine):
         """Stops the bridges that this engine started, and frees the staged version. Idempotent."""
         self.fleet.close()
         self._close_versions()
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
+        self._close_stager()
 
     # Checks on what came back ----------------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qarl_bridge.client import one_base, sender
+import msgspec
+from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
-from qarl_bridge.protocol.one_base import Place
+from qarl_bridge.protocol.one_base import FILE, Place
 
 from qarl_jax.types import UserError
 
@@ -79,7 +80,7 @@ class BridgeProcess:
             with socket.create_server((self._host, 0)) as holder:
                 address = f"tcp://{self._host}:{holder.getsockname()[1]}"
         sender.write_folder(model, config, expected)
-        one_base.write(model, self.base)
+        sender.write_file(model, FILE, msgspec.json.encode(list(self.base)))
         if not os.path.exists(key_file):
             messages.create_key(key_file)
         command = [

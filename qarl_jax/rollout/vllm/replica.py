@@ -107,23 +107,13 @@ class Replica:
     # ---- to life, with the lease -------------------------------------------------------------------------------------
 
     def start(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
-        """Starts the bridge's process, unless it runs or was started by hand. Returns at once.
-
-        Args:
-          model_json: the model's config.json. expected: name, dtype and shape of every tensor of a version.
-
-        Raises:
-          UserError: as `BridgeProcess.start`.
-        """
+        """Starts the bridge's process (`BridgeProcess.start`), unless it runs or was started by hand. Does not wait."""
         if not self.address and self._prepared is None and self.client is None:
             self._started = time.monotonic()
             self._prepared = self.bridge.start(model_json, expected)
 
     def connect(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> messages.Facts:
         """Starts the bridge unless it runs, connects to it and takes the lease. Returns the engine's facts.
-
-        Args:
-          model_json, expected: as in `start`.
 
         Raises:
           UserError: the bridge's process did not start or ended, or gave no answer in `start_timeout_s` seconds.

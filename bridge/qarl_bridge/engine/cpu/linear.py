@@ -138,7 +138,22 @@ def _hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
     layer.register_parameter(_WEIGHT, torch.nn.Parameter(weight.contiguous(), requires_grad=False))
 
 
-class Float64WNA16LinearKernel(MPLinearKernel):
+class _Float64:
+    """The base of CPU kernels that multiply with a float64 weight. rows: quantizes activations; None: not quantized."""
+
+    rows: Rows | None = None
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Accepts every CPU, and no other platform."""
+        return current_platform.is_cpu(), f"{cls.__name__.removesuffix('LinearKernel')} is for CPUs"
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
+        return product(x, getattr(layer, _WEIGHT), bias, self.rows)
+
+
+class Float64WNA16LinearKernel(_Float64, MPLinearKernel):
     """vLLM linear kernel for w4a16 and w4a8 on a CPU; see the module docstring."""
 
     @classmethod
@@ -163,18 +178,11 @@ class Float64WNA16LinearKernel(MPLinearKernel):
         self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
         _hold(layer, int4_weight(packed.data, scale.data, bool(envs.VLLM_CPU_INT4_W4A8)))
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
-        return product(x, getattr(layer, _WEIGHT), bias, self.rows)
 
-
-class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
+class Float64Int8LinearKernel(_Float64, Int8ScaledMMLinearKernel):
     """vLLM linear kernel for w8a8 on a CPU; see the module docstring."""
 
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Accepts every CPU, and no other platform."""
-        return current_platform.is_cpu(), "Float64Int8 is for CPUs"
+    rows = staticmethod(int8_rows)
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
@@ -188,18 +196,11 @@ class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
         codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
         _hold(layer, channel_weight(codes, scale))
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
-        return product(x, getattr(layer, _WEIGHT), bias, int8_rows)
 
-
-class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
+class Float64FP8LinearKernel(_Float64, FP8ScaledMMLinearKernel):
     """vLLM linear kernel for fp8 on a CPU; see the module docstring."""
 
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Accepts every CPU, and no other platform."""
-        return current_platform.is_cpu(), "Float64FP8 is for CPUs"
+    rows = staticmethod(fp8_rows)
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
@@ -214,22 +215,13 @@ class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
         codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
         _hold(layer, channel_weight(codes.t(), scale))
 
-    def apply_weights(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""
-        return product(x, getattr(layer, _WEIGHT), bias, fp8_rows)
-
     def apply_scaled_mm(self, **named: Any) -> torch.Tensor:
         """Raises NotImplementedError: `apply_weights` computes the whole layer."""
         raise NotImplementedError
 
 
-class Float64NvFp4LinearKernel(nvfp4_layers.NvFp4Layer):
+class Float64NvFp4LinearKernel(_Float64, nvfp4_layers.NvFp4Layer):
     """vLLM linear kernel for nvfp4 on a CPU; see the module docstring."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Accepts every CPU, and no other platform."""
-        return current_platform.is_cpu(), "Float64NvFp4 is for CPUs"
 
     def held(self, packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the float64 weight [N, K], and the scales unchanged."""

@@ -203,11 +203,7 @@ def _routing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(replace: Callable[[type, str, Callable[..., Any]], None]) -> None:
-    """Installs routers and experts in vLLM's classes. Call it once in a process, before an engine is built.
-
-    Args:
-      replace: replaces a class's method by a wrapper.
-    """
+    """Installs routers and experts in vLLM's classes. Call it once in a process, before an engine is built."""
     linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.fused_topk_router").FusedTopKRouter
     replace(linear, "apply", _router)

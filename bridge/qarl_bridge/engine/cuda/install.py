@@ -92,11 +92,7 @@ def _without_wgmma() -> str:
 
 
 def left_to_vllm(modules: Mapping[str, Any]) -> list[str]:
-    """Lists which kinds of layers of a live model vLLM's kernels compute, each with its first layer's name.
-
-    Args:
-      modules: the model's modules, by name.
-    """
+    """Lists which kinds of layers of a live model vLLM's kernels compute, each with its first layer's name."""
     kinds: dict[str, str] = {}
     for name, module in modules.items():
         method = getattr(module, "quant_method", None)

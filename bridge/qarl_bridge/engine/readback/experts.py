@@ -222,7 +222,6 @@ def read_back(
 
     Args:
       name, module: the live layer.
-      staged: its published experts.
       mode: "sampled" compares some experts value by value, "full" all of them.
       rng: picks the experts.
       rows_of: `Rows.draw` of (width, asked, k), cached, so that all layers share rows.

@@ -29,7 +29,7 @@ from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.engine.readback import formulas
 from qarl_bridge.engine.readback.formulas import Columns
 from qarl_bridge.protocol.errors import BridgeError
-from qarl_bridge.protocol.formats import FUSED, INDEX
+from qarl_bridge.protocol.formats import INDEX, stems
 
 # One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
 SAMPLED_ROWS = 16
@@ -180,11 +180,8 @@ class ReadBack:
 
     def _weights(self, name: str, published: Mapping[str, Mapping[str, Any]]) -> list[Weight] | None:
         """Collects the published tensors of a live module, in row order; None if any are missing."""
-        if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
-            prefixes = [self._tied[name]]
-        else:
-            prefix, _, leaf = name.rpartition(".")
-            prefixes = [f"{prefix}.{part}" if prefix else part for part in FUSED.get(leaf, (leaf,))]
+        # A tied head is published as the embedding, which is stored; here it is multiplied with.
+        prefixes = [self._tied[name]] if name in self._tied else stems(name)
         found = [Weight(prefix, published[prefix]) for prefix in prefixes if prefix in published]
         return found if len(found) == len(prefixes) else None
 
