@@ -11,6 +11,8 @@ SUITS := 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))'
 MANIFESTS := pyproject.toml bridge/pyproject.toml
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Every process that tests start would compile the packages again where an image's environment has it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install wheels data data-1.5b quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
 

@@ -77,9 +77,13 @@ def _watch_parent(pid: int, on_death: Callable[[], None]) -> None:
 
 
 def _use_as_temporary(folder: str) -> None:
-    """Sets the temporary directory of this process and its children. TorchInductor's cache of compiled code stays."""
+    """Sets the temporary directory of this process and its children. TorchInductor's cache of compiled code stays.
+
+    Its precompiled headers, 156 MB each, would go into `folder`: every engine would compile one for kernels it has.
+    """
     kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 

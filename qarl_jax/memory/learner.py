@@ -71,18 +71,18 @@ def shapes(cfg: RunConfig, trainable: Trainable | None = None) -> Shapes:
     depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
     key = repr((*depends, cfg.lora, cfg.numerics, cfg.policy_updates, trainable))  # as text: the sections hold dicts
     if key not in _SHAPES:
-        graphdef, params = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
+        graphdef, params, qweights = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))
         served = build.rollout_graphdef(cfg, graphdef)
         optimizer = leafwise.Optimizer(cfg.optimizer, cfg.policy_updates)
         _SHAPES[key] = Shapes(
             graphdef,
             params,
-            jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params),
+            qweights,
             trainable.learned(params),
             joined(nnx.State({}), _held(trainable, graphdef, params))[0],
             jax.eval_shape(optimizer.init, trainable.learned(params)),
             served,
-            jax.eval_shape(lambda p: models.quantize_params(served, p), params),
+            models.split(models.abstract_model(models.config_of(served)))[2],
         )
     return _SHAPES[key]
 

@@ -69,7 +69,7 @@ def config_of(model: nnx.GraphDef | Transformer) -> ModelConfig:
 @functools.lru_cache(maxsize=128)
 def abstract_model(config: ModelConfig) -> Transformer:
     """Makes the model of a config with `ShapeDtypeStruct`s for arrays. The result is cached: do not change it."""
-    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), quant.blank))
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> Transformer:

@@ -166,7 +166,8 @@ class Embedding(nnx.Module):
 class Transformer(nnx.Module):
     """The whole decoder-only model. The constructor draws random weights; `load_hf` loads a folder's."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, quantize: Callable[..., quant.QTensor] = quant.quantize):
+        """quantize: `quant.blank` where shapes alone are asked for."""
         self.config = config
         self.embed = Embedding(config=config, rngs=rngs)
         self.stacks = nnx.List(
@@ -181,7 +182,7 @@ class Transformer(nnx.Module):
             for path, linear in quantizable(self).items():
                 if config.has_adapter(path):
                     linear.attach_adapter(config.lora, rngs)
-        attach_quantized(self)
+        attach_quantized(self, quantize)
 
     def head_weight(self) -> Float[Array, "V D"]:
         """Returns the master of the output head: the embedding's table if the two are tied."""
@@ -390,12 +391,18 @@ def partners(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, 
     }
 
 
-def quantized(config: ModelConfig, masters: Mapping[str, jax.Array], paths: Iterable[str]) -> dict[str, quant.QTensor]:
+def quantized(
+    config: ModelConfig,
+    masters: Mapping[str, jax.Array],
+    paths: Iterable[str],
+    quantize: Callable[..., quant.QTensor] = quant.quantize,
+) -> dict[str, quant.QTensor]:
     """Quantizes the masters that the config's rules cover.
 
     Args:
       masters: masters [layers, ..., N, K] by path.
       paths: the paths of all quantizable kernels.
+      quantize: `quant.quantize`, or `quant.blank` where shapes alone are asked for.
 
     Raises:
       UserError: a weight does not fit its scheme, or a weight with which it shares a scale has no master.
@@ -410,14 +417,15 @@ def quantized(config: ModelConfig, masters: Mapping[str, jax.Array], paths: Iter
             own = config.describe(path)
             raise UserError(f"{scheme} has one scale for {own} and {', '.join(missing)}: freeze all of them or none.")
         others = [masters[other] for other in beside[path]]
-        out[path] = quant.quantize(master, scheme, config.describe(path), others)
+        out[path] = quantize(master, scheme, config.describe(path), others)
     return out
 
 
-def attach_quantized(model: Transformer) -> None:
+def attach_quantized(model: Transformer, quantize: Callable[..., quant.QTensor]) -> None:
     """Quantizes the master of every linear map that the config's rules cover, and attaches the QTensor."""
     linears = quantizable(model)
-    made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()}, linears)
+    masters = {path: linear.kernel.get_value() for path, linear in linears.items()}
+    made = quantized(model.config, masters, linears, quantize)
     for path, qtensor in made.items():
         linears[path].quantized = Quantized(qtensor, axes=linears[path].kernel.get_metadata()["axes"])
 

@@ -19,6 +19,7 @@ from qarl_jax.quant.schemes import (
     SCHEMES,
     WIDTHS,
     at_width,
+    blank,
     check_quantizable,
     dequantize,
     on_engine,

@@ -28,7 +28,7 @@ from qarl_jax.models import attention as attention_module
 from qarl_jax.models.attention import attention
 from qarl_jax.models.params import part_of
 from qarl_jax.quant import resolve
-from qarl_jax.quant.schemes import nvfp4
+from qarl_jax.quant.schemes import nvfp4, w4a16
 from qarl_jax.types import UserError
 from tests.reference.hf_models import relative
 
@@ -85,6 +85,16 @@ def logits(model, tokens, positions=None, segment_ids=None):
 
 def tokens_of(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, DENSE.vocab_size, shape), jnp.int32)
+
+
+def test_an_abstract_model_has_the_shapes_of_a_quantized_one_and_quantizes_nothing(monkeypatch):
+    config = dataclasses.replace(MOE, vocab_size=43, quant=parse_rules("w4a16:g32"))  # of no other test: cached
+    with monkeypatch.context() as patch:
+        patch.setattr(w4a16.Config, "quantize_beside", None)
+        graphdef, params, qweights = split(abstract_model(config))
+    wanted = jax.eval_shape(functools.partial(quantize_params, graphdef), params)
+    assert jax.tree.leaves(qweights) == jax.tree.leaves(wanted)
+    assert jax.tree.structure(qweights) == jax.tree.structure(wanted)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -180,6 +181,13 @@ def test_versions_differ_and_the_bytes_alone_decide(served):
     assert {c.policy_version for (c,) in again} == {2}
     served.engine.publish(weights(served.scheme, 1), 3)
     served.still_serves_version_one()
+
+
+def test_an_engine_compiles_no_header_into_a_folder_that_ends_with_it(served):
+    """Each engine's first request took seven CPU seconds longer so; the compiled kernels stay for the next engine."""
+    held = pathlib.Path(f"/proc/{served.client.facts.pid}/fd").iterdir()
+    (lock,) = (path for path in map(os.path.realpath, held) if "/qarl-engine-" in path and path.endswith("/.lock"))
+    assert not list(pathlib.Path(lock).parent.rglob("*.gch"))
 
 
 def test_every_weight_is_read_back_through_its_live_layer(served):

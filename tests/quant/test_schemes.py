@@ -83,9 +83,9 @@ OF_THE_CONTRACT = [pytest.param(c, marks=[] if c in SCHEMES else pytest.mark.nig
 class TestContract:
     def test_dtypes_and_shapes_of_the_contract(self, config):
         for lead in ((), (3,), (2, 3)):
-            qt = jax.eval_shape(
-                lambda w: quant.quantize(w, config), jax.ShapeDtypeStruct((*lead, 128, 256), jnp.float32)
-            )
+            w = jax.ShapeDtypeStruct((*lead, 128, 256), jnp.float32)
+            qt, blank = (jax.eval_shape(lambda w, f=f: f(w, config), w) for f in (quant.quantize, quant.blank))
+            assert blank == qt
             assert qt.shape == (*lead, 128, 256)
             want = reference(np.ones((*lead, 128, 256), np.float32), config)
             assert qt.arrays.keys() == want.keys() == {array.name for array in config.wire.arrays}

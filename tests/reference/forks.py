@@ -135,9 +135,11 @@ def exits(
 
 
 @contextlib.contextmanager
-def forks(preamble: str, folder: pathlib.Path) -> Iterator[Callable[[str], str]]:
+def forks(
+    preamble: str, folder: pathlib.Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Callable[[str], str]]:
     """As `exits`, of programs that are to end with 0: a function that returns what one printed."""
-    with exits(preamble, folder) as ended:
+    with exits(preamble, folder, environment) as ended:
 
         def run(program: str) -> str:
             code, said = ended(program)

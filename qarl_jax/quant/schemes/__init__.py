@@ -147,6 +147,17 @@ def quantize(
     return _quantize(w, tuple(beside) if scheme.one_range else (), scheme)
 
 
+def blank(
+    w: Float[Array | np.ndarray, "*L N K"], scheme: Scheme, name: str = "", beside: Sequence[Any] = ()
+) -> QTensor:
+    """Makes a QTensor of zeros with the shapes of `quantize`'s, which takes the same arguments. Where shapes alone are
+    asked for, tracing zeros takes a hundredth of the time."""
+    del beside
+    check_quantizable(w.shape, scheme, name)
+    *lead, n, k = w.shape
+    return QTensor({a.name: jnp.zeros((*lead, *a.shape(n, k)), a.dtype) for a in scheme.wire.arrays}, scheme)
+
+
 @functools.partial(jax.jit, static_argnames="scheme")
 def _quantize(w: jax.Array, beside: tuple[jax.Array, ...], scheme: Scheme) -> QTensor:
     return scheme.quantize_beside(w, beside)
