@@ -64,6 +64,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 } | {"read_experts": (0.8, float("inf")), "micro_batch": (0.0, 2e-4)}  # fmt: skip
 ERRORS = {"dense": 0.06, "MoE": 0.09}
 """Mean relative error of whole steps, each forecast without the steps of its model, machine and number of GPUs."""
+ADAPTERS_ERROR = 0.15
+"""Mean relative error of whole steps with adapters, to which no rate is fitted."""
 MOST_SEQUENCES = 4096
 SMALL = 1.2e9  # parameters, below which a host's work is most of a step
 
@@ -181,14 +183,19 @@ def of_run(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> Forecast:
 
 
 def error_of(cfg: RunConfig) -> float:
-    """Returns the mean relative error of forecasts of models like a run's, dense or MoE (`ERRORS`)."""
+    """Returns the mean relative error of forecasts of runs like this one: of adapters, a dense or a MoE model."""
+    if cfg.lora is not None:
+        return ADAPTERS_ERROR
     return ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
 
 
 def line(cfg: RunConfig, size: int) -> str | None:
-    """Describes the time of a settled run's step by phase; None: steps on GPUs of `size` bytes were not measured."""
+    """Describes the time of a settled run's step by phase.
+
+    None: steps on GPUs of `size` bytes were not measured, or a critic or a reference passes too, which is not counted.
+    """
     machine = next((m for m in MACHINES.values() if m.is_measured and abs(m.size - size) < 0.03 * m.size), None)
-    if machine is None or not isinstance(cfg.rollout.engine, VllmConfig):
+    if machine is None or not isinstance(cfg.rollout.engine, VllmConfig) or cfg.critic is not None or cfg.kl.coef:
         return None
     phases = seconds(counts.of_step(on_a_gpu(cfg), machine), RATES)
     names = {"rollout": "sampling", "old_logprobs": "scoring", "update": "update", "publish": "publish"}
@@ -234,6 +241,8 @@ def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
         )
     elif not machine.is_measured:
         lines.append(f"no step was measured on {machine.name}: its peaks are the vendor's, the shares of them Hopper's")
+    if cfg.critic is not None or cfg.kl.coef:
+        lines.append("the passes of a critic and of a reference policy are not counted")
     if cfg.quant.backward == "fp8":
         lines.append("quant.backward=fp8: no step was measured; its products are taken at their peak")
     if not measured and not isinstance(cfg.rollout.engine, VllmConfig):
