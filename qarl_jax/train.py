@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -135,6 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu-gb", type=float, help="with --dry-run: plan for a GPU of that many GiB")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for so many GPUs (all of mesh.fsdp=-1)")
     args = parser.parse_args(argv)
+    if not args.dry_run and (args.gpus, args.gpu_gb) != (None, None):
+        raise UserError("--gpus and --gpu-gb are for --dry-run: a run takes the GPUs that are here.")
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: plan for at least one GPU.")
+    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
+        raise UserError(f"--gpu-gb {args.gpu_gb:g}: give the GiB of a GPU's memory, for example 79.1.")
     cfg = config.load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(cfg, args.gpus, None if args.gpu_gb is None else int(args.gpu_gb * 2**30))

@@ -402,6 +402,24 @@ def test_a_dry_run_takes_the_name_of_a_published_model(capsys):
     assert "A dry run also takes a name: DeepSeek-R1-Distill-Qwen-1.5B, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dry-run", "--gpu-gb", "0"], "--gpu-gb 0: give the GiB"),
+        (["--dry-run", "--gpu-gb", "-5"], "--gpu-gb -5: give the GiB"),
+        (["--dry-run", "--gpu-gb", "nan"], "--gpu-gb nan: give the GiB"),
+        (["--dry-run", "--gpu-gb", "inf"], "--gpu-gb inf: give the GiB"),
+        (["--dry-run", "--gpu-gb", "0.1", "--gpus", "1"], "more than the 0.1 there are"),
+        (["--dry-run", "--gpu-gb", "80", "--gpus", "0"], "--gpus 0: plan for at least one GPU"),
+        (["--dry-run", "--gpu-gb", "80", "--gpus", "3"], "mesh.fsdp = 3, over which the rows are split; set it to 9."),
+        (["--gpus", "8"], "--gpus and --gpu-gb are for --dry-run"),
+    ],
+)
+def test_gpus_that_cannot_be_are_refused_in_a_sentence(words, said, capsys):
+    assert train.main(["--config", "configs/gpu/recipes.yaml", "arm=8x80", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_hours_a_step_are_dearer_than_rounding():
     second, hours, rounded = Cost(seconds=1), Cost(seconds=9000), Cost(bits=1)
     assert sorted([hours, rounded, second]) == [second, rounded, hours]
