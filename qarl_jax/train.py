@@ -37,7 +37,7 @@ from qarl_jax.memory import choose, plan
 from qarl_jax.models import published
 from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
-from qarl_jax.run import config, description
+from qarl_jax.run import build, config, description
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes, progress
@@ -173,8 +173,8 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
       size: bytes of memory of each; None: as this machine's first device; a CPU has no plan.
 
     Raises:
-      UserError: the run does not fit, the mesh has more devices than `gpus`, or data or model cannot be read. Prompts
-        that are not on this machine are no error.
+      UserError: the run does not fit, the mesh has more devices than `gpus`, or data, model or adapters cannot be
+        read. Prompts and adapters that are not on this machine are no error.
     """
     if gpus is not None:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
@@ -191,6 +191,12 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
         cfg = config.replaced(cfg, {"model.path": folder})
         doctor.ask([doctor.positions(cfg)])
         size = size or plan.capacity()
+        build.policy_graphdef(config.on_a_gpu(cfg) if size else cfg)  # a released base has the config's scheme
+        if cfg.lora is not None and cfg.lora.init is not None:
+            if os.path.isdir(cfg.lora.init):
+                doctor.ask(doctor.adapters(cfg))
+            else:
+                lines = [*lines, ("lora.init", f"not checked: {cfg.lora.init} is not on this machine")]
         settled, made = choose.settle(cfg, size)
         print(config.to_yaml(config.replaced(settled, {"model.path": path})))
         if size is not None and (step := forecast.line(settled, size)):
