@@ -420,6 +420,20 @@ def test_gpus_that_cannot_be_are_refused_in_a_sentence(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_of_gpus_over_which_few_weights_divide_the_plan_advises_as_many_as_they_do(capsys):
+    command = ["--config", "configs/gpu/recipes.yaml", "arm=4x80", "--dry-run", "--gpu-gb", "79.1"]
+    assert train.main([*command, "--gpus", "6", "train.micro_batch_rows=6"]) == 2
+    said = capsys.readouterr().err
+    assert "Weights divide over 4 devices (mesh.fsdp=4), and few over 6. It fits with: mesh.fsdp=4 train.micro" in said
+    assert train.main([*command, "--gpus", "6", *said.split("It fits with: ")[1].split()]) == 0
+    assert "and few over" not in capsys.readouterr().out
+    small = ["model.path=Qwen3-0.6B", "train.micro_batch_rows=3"]
+    assert train.main([*command, "--gpus", "3", *small]) == 0
+    assert "weights divide over 2 devices (mesh.fsdp=2), and few over 3" in capsys.readouterr().out
+    assert train.main([*command[:-1], "24", "--gpus", "6", "train.micro_batch_rows=6"]) == 2
+    assert "No settings fit" in capsys.readouterr().err
+
+
 def test_hours_a_step_are_dearer_than_rounding():
     second, hours, rounded = Cost(seconds=1), Cost(seconds=9000), Cost(bits=1)
     assert sorted([hours, rounded, second]) == [second, rounded, hours]
