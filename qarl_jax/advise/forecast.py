@@ -189,21 +189,23 @@ def error_of(cfg: RunConfig) -> float:
     return ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
 
 
-def line(cfg: RunConfig, size: int) -> str | None:
-    """Describes the time of a settled run's step by phase.
+def all_counted(cfg: RunConfig) -> bool:
+    """Tells whether a forecast has all passes of a run: those of a critic and of a reference policy are left out."""
+    return cfg.critic is None and not cfg.kl.coef
 
-    None: steps on GPUs of `size` bytes were not measured, or a critic or a reference passes too, which is not counted.
-    """
+
+def line(cfg: RunConfig, size: int) -> str | None:
+    """Describes the time of a settled run's step by phase; None: steps on GPUs of `size` bytes were not measured."""
     machine = next((m for m in MACHINES.values() if m.is_measured and abs(m.size - size) < 0.03 * m.size), None)
-    if machine is None or not isinstance(cfg.rollout.engine, VllmConfig) or cfg.critic is not None or cfg.kl.coef:
+    if machine is None or not isinstance(cfg.rollout.engine, VllmConfig):
         return None
     phases = seconds(counts.of_step(on_a_gpu(cfg), machine), RATES)
     names = {"rollout": "sampling", "old_logprobs": "scoring", "update": "update", "publish": "publish"}
     total = sum(phases.values())
     unit, each = ("min", 60.0) if total >= 600 else ("s", 1.0)
     parts = ", ".join(f"{said} {phases[phase] / each:.1f}" for phase, said in names.items())
-    error = error_of(cfg)
-    return f"{total / each:.0f} {unit} on {machine.kind} (forecast, +-{error:.0%}) if all responses are full: {parts}"
+    how = f"+-{error_of(cfg):.0%}" if all_counted(cfg) else "without the passes of critic and reference"
+    return f"{total / each:.0f} {unit} on {machine.kind} (forecast, {how}) if all responses are full: {parts}"
 
 
 def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | None:
@@ -241,7 +243,7 @@ def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
         )
     elif not machine.is_measured:
         lines.append(f"no step was measured on {machine.name}: its peaks are the vendor's, the shares of them Hopper's")
-    if cfg.critic is not None or cfg.kl.coef:
+    if not all_counted(cfg):
         lines.append("the passes of a critic and of a reference policy are not counted")
     if cfg.quant.backward == "fp8":
         lines.append("quant.backward=fp8: no step was measured; its products are taken at their peak")
