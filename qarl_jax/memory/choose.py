@@ -32,8 +32,6 @@ from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that the KV cache has room for
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -399,7 +397,9 @@ def _masters(cfg: RunConfig) -> Knob:
 def _cache(cfg: RunConfig, size: int) -> Knob:
     """KV caches for a step's sequences of full length, or for fewer: vLLM queues, and preempts, what finds no room."""
     sequences = at_once(cfg)
-    rooms = sorted({max(1, math.ceil(share * sequences)) for share in SHARES} | {1}, reverse=True)
+    rooms = [sequences]
+    while rooms[-1] > 1:
+        rooms.append(math.ceil(rooms[-1] / 2))
     return [
         Choice(
             settings=_sized(cfg, size, room),

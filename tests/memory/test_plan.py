@@ -434,6 +434,13 @@ def test_of_gpus_over_which_few_weights_divide_the_plan_advises_as_many_as_they_
     assert "No settings fit" in capsys.readouterr().err
 
 
+def test_a_cache_for_few_sequences_is_not_one_for_a_single_sequence(capsys):
+    """Qwen3-30B-A3B at 18,432 tokens on eight GPUs of 80 GB: an engine holds four, at bfloat16's gradients."""
+    command = ["--config", "configs/papers/qwen3_30b_a3b_base.yaml", "arm=tbpo", "--dry-run", "--gpus", "8"]
+    assert train.main([*command, "--gpu-gb", "80"]) == 0
+    assert "4 of 256 sequences of full length at once" in capsys.readouterr().out
+
+
 def test_hours_a_step_are_dearer_than_rounding():
     second, hours, rounded = Cost(seconds=1), Cost(seconds=9000), Cost(bits=1)
     assert sorted([hours, rounded, second]) == [second, rounded, hours]
@@ -601,5 +608,6 @@ def test_the_papers_large_models_fit_eight_gpus_of_80_gb_with_an_engine_on_each(
     settled, made = choose.settle(cfg, H100)
     assert (made.missing, made.engines, made.devices) == (0, 8, 8)
     assert settled.rollout.engine.visible_gpus == "0;1;2;3;4;5;6;7"
-    assert settled.train.grad_dtype == "float32"  # rounding changes only where it must
+    # Rounding changes only where it must, or where it saves hours: four sequences at once, not two.
+    assert settled.train.grad_dtype == ("bfloat16" if "30b" in name else "float32")
     assert any("sequences of full length at once" in line for line in made.lines())
