@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,7 @@ from qarl_jax.memory import choose, plan
 from qarl_jax.models import published
 from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
-from qarl_jax.run import config, description
+from qarl_jax.run import build, config, description
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes, progress
@@ -135,6 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu-gb", type=float, help="with --dry-run: plan for a GPU of that many GiB")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for so many GPUs (all of mesh.fsdp=-1)")
     args = parser.parse_args(argv)
+    if not args.dry_run and (args.gpus, args.gpu_gb) != (None, None):
+        raise UserError("--gpus and --gpu-gb are for --dry-run: a run takes the GPUs that are here.")
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: plan for at least one GPU.")
+    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
+        raise UserError(f"--gpu-gb {args.gpu_gb:g}: give the GiB of a GPU's memory, for example 79.1.")
     cfg = config.load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(cfg, args.gpus, None if args.gpu_gb is None else int(args.gpu_gb * 2**30))
@@ -166,8 +173,8 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
       size: bytes of memory of each; None: as this machine's first device; a CPU has no plan.
 
     Raises:
-      UserError: the run does not fit, the mesh has more devices than `gpus`, or data or model cannot be read. Prompts
-        that are not on this machine are no error.
+      UserError: the run does not fit, the mesh has more devices than `gpus`, or data, model or adapters cannot be
+        read. Prompts and adapters that are not on this machine are no error.
     """
     if gpus is not None:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
@@ -184,6 +191,12 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
         cfg = config.replaced(cfg, {"model.path": folder})
         doctor.ask([doctor.positions(cfg)])
         size = size or plan.capacity()
+        build.policy_graphdef(config.on_a_gpu(cfg) if size else cfg)  # a released base has the config's scheme
+        if cfg.lora is not None and cfg.lora.init is not None:
+            if os.path.isdir(cfg.lora.init):
+                doctor.ask(doctor.adapters(cfg))
+            else:
+                lines = [*lines, ("lora.init", f"not checked: {cfg.lora.init} is not on this machine")]
         settled, made = choose.settle(cfg, size)
         print(config.to_yaml(config.replaced(settled, {"model.path": path})))
         if size is not None and (step := forecast.line(settled, size)):

@@ -35,6 +35,8 @@ ACTIVATION_BYTES = 2  # of an element of the compute dtype
 # Of an element of Muon's iterate, or of its Gram matrix, in a round: cast and read for each product, the product
 # written and read, the sum written (`muon.orthogonalize`).
 ITERATE_BYTES = 28
+# Launches of an engine for a layer's adapters, in those of the layer (step_lora_8b_h100.json).
+ADAPTERS_LAUNCHES = 1.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ def token(model: models.ModelConfig, machine: Machine, sequences: float, context
     experts = touched * weights.expert_bytes / machine.bandwidth
     alone = dataclasses.replace(weights, dense=0, head=0)
     return {
-        "layer": float(model.num_layers),
+        "layer": model.num_layers * (1.0 if model.lora is None else 1.0 + ADAPTERS_LAUNCHES),
         "routed_layer": 0.0 if model.moe is None else float(model.num_layers),
         "sequence": sequences,
         "read": max(dense, _product(machine, dataclasses.replace(weights, experts=0), sequences, sequences, active))
@@ -203,8 +205,10 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
     passes = repeated
     if backward:
         low_bit = machine.speed_of(KERNELS[cfg.quant.backward])
-        product += 4.0 * tokens * weights.dense / low_bit + 3.0 * head  # the head's logits are made again
-        grouped += 2.0 * experts / machine.product
+        sides = 2.0 if cfg.lora is None else 1.0  # gradients of inputs, and of weights that learn
+        product += sides * 2.0 * tokens * weights.dense / low_bit
+        product += (1.0 + sides) * head  # its logits are made again
+        grouped += sides * experts / machine.product
         attention *= repeated + 2.0
         passes += 2.0
     inner = model.intermediate_size
@@ -218,7 +222,7 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
         for path, leaf in models.by_path(made.params).items()
         if path not in models.by_path(made.qweights)
     )
-    gradients = 2.0 * learner.parameters(cfg) if backward else 0.0
+    gradients = 2.0 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.learned)) if backward else 0.0
     exchanged = micro_batches * ((2.0 if backward else 1.0) * gathered + gradients) * (1.0 - 1.0 / shards)
     return {
         "product": product,
@@ -233,13 +237,13 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
 def _optimizer(cfg: RunConfig, machine: Machine) -> Terms:
     """Counts a step's optimizer updates on one device."""
     made, mesh, updates = learner.shapes(cfg), learner.planned_mesh(cfg), cfg.train.updates_per_step
-    state, masters = learner.nbytes(made.opt_state, mesh), learner.nbytes(made.params, mesh)
-    gradients = learner.nbytes(made.params, mesh, cfg.train.grad_dtype_or_float32)
+    state, masters = learner.nbytes(made.opt_state, mesh), learner.nbytes(made.learned, mesh)
+    gradients = learner.nbytes(made.learned, mesh, cfg.train.grad_dtype_or_float32)
     precision = getattr(cfg.optimizer, "matmul_precision", "default")
     speed = machine.product if precision == "bfloat16" else machine.float32.get(precision, machine.float32["default"])
     product = iterates = 0.0  # of Muon's iteration: FLOP, and bytes of what is float32 between its products
     if isinstance(cfg.optimizer, Muon):
-        for leaf, name in zip(jax.tree.leaves(made.params), jax.tree.leaves(labels(made.params)), strict=True):
+        for leaf, name in zip(jax.tree.leaves(made.learned), jax.tree.leaves(labels(made.learned)), strict=True):
             if name == "muon":
                 *stack, n, k = leaf.shape
                 few, many = min(n, k), max(n, k)
@@ -261,6 +265,8 @@ def _publish(cfg: RunConfig, machine: Machine) -> Terms:
     engine, size = cfg.rollout.engine, published_bytes(cfg)
     if not isinstance(engine, VllmConfig):
         return {"publish": size / machine.bandwidth}
+    if cfg.lora is not None:
+        return {"publish": learner.nbytes(learner.shapes(cfg).learned, None, cfg.model.dtype) / costs.SHARED_BYTES}
     if not engine.stages_on_gpu:
         return {"publish_host": costs.staging_seconds(cfg, None)}
     chunked = engine.staging_buffers == 0

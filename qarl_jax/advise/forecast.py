@@ -52,6 +52,8 @@ RATES: dict[str, float] = {
 }
 ERRORS = {"dense": 0.06, "MoE": 0.09}
 """Mean relative error of whole steps, each forecast without the steps of its model, machine and number of GPUs."""
+ADAPTERS_ERROR = 0.15
+"""Mean relative error of whole steps with adapters, to which no rate is fitted."""
 MOST_SEQUENCES = 4096
 SMALL = 1.2e9  # parameters, below which a host's work is most of a step
 
@@ -168,8 +170,15 @@ def of_run(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> Forecast:
 
 
 def error_of(cfg: RunConfig) -> float:
-    """Returns the mean relative error of forecasts of models like a run's, dense or MoE (`ERRORS`)."""
+    """Returns the mean relative error of forecasts of runs like this one: of adapters, a dense or a MoE model."""
+    if cfg.lora is not None:
+        return ADAPTERS_ERROR
     return ERRORS["dense" if learner.model_of(cfg).moe is None else "MoE"]
+
+
+def all_counted(cfg: RunConfig) -> bool:
+    """Tells whether a forecast has all passes of a run: those of a critic and of a reference policy are left out."""
+    return cfg.critic is None and not cfg.kl.coef
 
 
 def line(cfg: RunConfig, size: int) -> str | None:
@@ -182,8 +191,8 @@ def line(cfg: RunConfig, size: int) -> str | None:
     total = sum(phases.values())
     unit, each = ("min", 60.0) if total >= 600 else ("s", 1.0)
     parts = ", ".join(f"{said} {phases[phase] / each:.1f}" for phase, said in names.items())
-    error = error_of(cfg)
-    return f"{total / each:.0f} {unit} on {machine.kind} (forecast, +-{error:.0%}) if all responses are full: {parts}"
+    how = f"+-{error_of(cfg):.0%}" if all_counted(cfg) else "without the passes of critic and reference"
+    return f"{total / each:.0f} {unit} on {machine.kind} (forecast, {how}) if all responses are full: {parts}"
 
 
 def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | None:
@@ -221,6 +230,8 @@ def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
         )
     elif not machine.is_measured:
         lines.append(f"no step was measured on {machine.name}: its peaks are the vendor's, the shares of them Hopper's")
+    if not all_counted(cfg):
+        lines.append("the passes of a critic and of a reference policy are not counted")
     if cfg.quant.backward == "fp8":
         lines.append("quant.backward=fp8: no step was measured; its products are taken at their peak")
     if not measured and not isinstance(cfg.rollout.engine, VllmConfig):

@@ -186,10 +186,13 @@ def summary(cfg: RunConfig) -> str:
 def next_steps(cfg: RunConfig) -> list[str]:
     """Lists the commands that most users want after a run: watch, evaluate, export."""
     run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
+    kind, what = "hf", "as a model folder"
+    if cfg.lora is not None and not cfg.lora.train_norms:
+        kind, what = "peft", "its adapters as a PEFT folder"
     lines = {
         f"{command('watch')} {run}": "its page; report.html in its folder is the same as a file",
         f"{command('evaluate')} --checkpoint {run}": "its policy on held-out prompts",
-        f"{command('export')} --checkpoint {run} --format hf --out models/{name}": "as a model folder",
+        f"{command('export')} --checkpoint {run} --format {kind} --out models/{name}": what,
     }
     width = max(map(len, lines))
     return ["next:", *(f"  {line:<{width}}   # {purpose}" for line, purpose in lines.items())]

@@ -11,6 +11,7 @@ cheapest: if any combination fits, one is found.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,8 +31,6 @@ from qarl_jax.rollout.vllm.config import check_model
 from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
-
-SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that the KV cache has room for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     if found is None:
         raise UserError(refusal(given, size))
     choice, plan = found
-    return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=tuple(choice.lines()))
+    return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=(*choice.lines(), *_undivided(cfg)))
 
 
 def _without_plan(cfg: RunConfig) -> dict[str, Any]:
@@ -187,12 +186,49 @@ def refusal(cfg: RunConfig, size: int) -> str:
     placed = on_a_gpu(with_engines(cfg))
     plans = [plan for _, plan in _plans(placed, size, automatic(placed, size))]
     overrides = smaller(cfg, size)
-    advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
-    if overrides is not None:
+    if overrides is None:
+        advice = _on_fewer(cfg, size)
+    else:
         _, plan = settle(replaced(cfg, overrides), size)
         assert plan is not None
         advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {' '.join(words(overrides))}"
     return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
+
+
+def _on_fewer(cfg: RunConfig, size: int) -> str:
+    """Advises a run that no settings fit: fewer devices, if the weights divide over these alone, or more memory."""
+    count, least = _divisors(cfg)
+    if least < count:
+        rows = max(1, cfg.train.micro_batch_rows // (least * cfg.mesh.data)) * least * cfg.mesh.data
+        mesh = dataclasses.replace(cfg.mesh, fsdp=least)
+        with contextlib.suppress(UserError):  # engines on GPUs that the config names may not go with fewer
+            fewer = dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, micro_batch_rows=rows))
+            if (rest := {} if fits(fewer, size) else smaller(fewer, size)) is not None:
+                settings = {"mesh.fsdp": least, "train.micro_batch_rows": rows} | rest
+                return f"{_undivided(cfg)[0].capitalize()}. It fits with: {' '.join(words(settings))}"
+    return "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
+
+
+def _divisors(cfg: RunConfig) -> tuple[int, int]:
+    """The size of mesh.fsdp, and the largest power of two in it where it leaves each device more of the masters than
+    that would; else the size twice."""
+    count = cfg.mesh.fsdp
+    fewer = 1 << (count.bit_length() - 1)
+    if cfg.distributed.is_on or fewer >= count:
+        return count, count
+    params = learner.shapes(on_a_gpu(cfg)).params
+    rows = dataclasses.replace(cfg.train, micro_batch_rows=cfg.mesh.data * count * fewer)
+    own, less = (
+        learner.nbytes(params, learner.planned_mesh(dataclasses.replace(cfg, train=rows, mesh=mesh)))
+        for mesh in (cfg.mesh, dataclasses.replace(cfg.mesh, fsdp=fewer))
+    )
+    return count, fewer if less < own else count
+
+
+def _undivided(cfg: RunConfig) -> list[str]:
+    """A sentence about devices over which few of the weights divide; none where they divide."""
+    count, fewer = _divisors(cfg)
+    return [f"weights divide over {fewer} devices (mesh.fsdp={fewer}), and few over {count}"] if fewer < count else []
 
 
 def _at(cfg: Any, path: str) -> Any:
@@ -358,7 +394,9 @@ def _masters() -> Knob:
 def _cache(cfg: RunConfig, size: int) -> Knob:
     """KV caches for a step's sequences of full length, or for fewer: vLLM queues, and preempts, what finds no room."""
     sequences = at_once(cfg)
-    rooms = sorted({max(1, math.ceil(share * sequences)) for share in SHARES} | {1}, reverse=True)
+    rooms = [sequences]
+    while rooms[-1] > 1:
+        rooms.append(math.ceil(rooms[-1] / 2))
     return [
         Choice(
             settings=_sized(cfg, size, room),

@@ -316,7 +316,8 @@ class RunConfig:
         if shards > 0 and self.train.micro_batch_rows % shards:
             raise UserError(
                 f"train.micro_batch_rows={self.train.micro_batch_rows} is not a multiple of mesh.data x mesh.fsdp ="
-                f" {shards}, over which the rows are split."
+                f" {shards}, over which the rows are split; set it to"
+                f" {-(-self.train.micro_batch_rows // shards) * shards}."
             )
         engine = self.rollout.engine
         if isinstance(engine, VllmConfig) and self.distributed.is_on:

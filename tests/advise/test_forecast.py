@@ -122,6 +122,37 @@ def test_a_low_bit_backward_takes_less_of_an_update_and_nobody_measured_fp8s(run
     assert not any("quant.backward" in line for line in forecast.unknown(found, MACHINES["h200"]))
 
 
+def test_recorded_steps_of_adapters_are_forecast_as_closely_as_is_said(tmp_path):
+    folders, errors = records.Folders(tmp_path), []
+    for name, place in (
+        ("step_lora_8b_h100", 0),
+        ("step_lora_8b_h100", 1),
+        ("step_32b_nvfp4_h200", 0),
+        ("step_32b_one_base_h100", 0),
+        ("step_32b_one_base_h200", 1),
+    ):
+        found = records.record(f"{name}.json")
+        row, machine = found["rows"][place], records.machine_of(found["device"])
+        cfg, _ = records.settled(row["overrides"], folders.of(row["shapes"], 0), machine)
+        terms = counts.of_step(cfg, machine, row["response_tokens"] / row["batch"])
+        step = sum(forecast.seconds(terms, forecast.RATES).values())
+        errors.append(abs(step / row["seconds"]["step"] - 1.0))
+        assert forecast.error_of(cfg) == forecast.ADAPTERS_ERROR
+    assert np.mean(errors) <= forecast.ADAPTERS_ERROR
+    assert max(errors) < 0.25
+
+
+def test_a_step_with_passes_that_are_not_counted_says_so_in_place_of_an_error(run):
+    cfg = forecast.of_run(run[0], MACHINES["h200"]).cfg
+    assert "(forecast, +-6%)" in forecast.line(cfg, MACHINES["h200"].size)
+    tree = yaml.safe_load(config.to_yaml(cfg))
+    for sections in ({"critic": {}, "loss": {"name": "ppo"}, "advantage": {"name": "gae"}}, {"kl": {"coef": 0.1}}):
+        changed = config.from_dict(tree | sections, "test")
+        assert "(forecast, without the passes of critic and reference)" in forecast.line(changed, MACHINES["h200"].size)
+        said = forecast.unknown({"bf16": forecast.Forecast(cfg=changed)}, MACHINES["h200"])
+        assert "the passes of a critic and of a reference policy are not counted" in said
+
+
 def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     assert advise.main(["--model", "Qwen3-1.7B", "--device", "h100"]) == 0
     said = capsys.readouterr().out

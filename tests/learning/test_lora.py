@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from qarl_jax import models, train
 from qarl_jax.learning import pieces, trainable
 from qarl_jax.learning.lora import Config as LoraConfig
+from qarl_jax.loop import step_metrics
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.memory import learner as plan
 from qarl_jax.models.layers import Linear
@@ -365,6 +366,24 @@ def test_adapters_that_are_not_the_models_are_refused_before_anything_starts(tmp
     assert train.main(run.command()) == 2
     assert re.search(r"adapters: .*(no linear map 'q'|no adapter_config\.json there)", capsys.readouterr().err)
     assert not run.run_dir.exists()
+
+
+def test_a_dry_run_checks_adapters_that_are_here_and_the_scheme_of_a_released_base(tmp_path, capsys):
+    run = world(tmp_path)
+    assert train.main(run.changed(lora=LORA | {"init": "assets"}).command("--dry-run")) == 2
+    assert "no adapter_config.json there" in capsys.readouterr().err
+    assert train.main(run.changed(lora=LORA | {"init": str(tmp_path / "elsewhere")}).command("--dry-run")) == 0
+    assert f"not checked: {tmp_path / 'elsewhere'} is not on this machine" in capsys.readouterr().out
+    low = tmp_path / "low"
+    export.export_model(run.config.model.path, "w8a8", low)
+    assert train.main(run.changed(model={"path": str(low)}).command("--dry-run")) == 2
+    assert "set quant.forward=w8a8" in capsys.readouterr().err
+
+
+def test_the_end_of_a_run_of_adapters_names_the_export_that_is_its_policy(tmp_path):
+    assert "--format peft" in step_metrics.next_steps(world(tmp_path).config)[-1]
+    norms = world(tmp_path, lora=LORA | {"train_norms": True}).config
+    assert "--format hf" in step_metrics.next_steps(norms)[-1]
 
 
 def test_targets_are_linear_maps_of_the_model_and_no_experts():

@@ -410,6 +410,45 @@ def test_a_dry_run_takes_the_name_of_a_published_model(capsys):
     assert "A dry run also takes a name: DeepSeek-R1-Distill-Qwen-1.5B, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dry-run", "--gpu-gb", "0"], "--gpu-gb 0: give the GiB"),
+        (["--dry-run", "--gpu-gb", "-5"], "--gpu-gb -5: give the GiB"),
+        (["--dry-run", "--gpu-gb", "nan"], "--gpu-gb nan: give the GiB"),
+        (["--dry-run", "--gpu-gb", "inf"], "--gpu-gb inf: give the GiB"),
+        (["--dry-run", "--gpu-gb", "0.1", "--gpus", "1"], "more than the 0.1 there are"),
+        (["--dry-run", "--gpu-gb", "80", "--gpus", "0"], "--gpus 0: plan for at least one GPU"),
+        (["--dry-run", "--gpu-gb", "80", "--gpus", "3"], "mesh.fsdp = 3, over which the rows are split; set it to 9."),
+        (["--gpus", "8"], "--gpus and --gpu-gb are for --dry-run"),
+    ],
+)
+def test_gpus_that_cannot_be_are_refused_in_a_sentence(words, said, capsys):
+    assert train.main(["--config", "configs/gpu/recipes.yaml", "arm=8x80", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_of_gpus_over_which_few_weights_divide_the_plan_advises_as_many_as_they_do(capsys):
+    command = ["--config", "configs/gpu/recipes.yaml", "arm=4x80", "--dry-run", "--gpu-gb", "79.1"]
+    assert train.main([*command, "--gpus", "6", "train.micro_batch_rows=6"]) == 2
+    said = capsys.readouterr().err
+    assert "Weights divide over 4 devices (mesh.fsdp=4), and few over 6. It fits with: mesh.fsdp=4 train.micro" in said
+    assert train.main([*command, "--gpus", "6", *said.split("It fits with: ")[1].split()]) == 0
+    assert "and few over" not in capsys.readouterr().out
+    small = ["model.path=Qwen3-0.6B", "train.micro_batch_rows=3"]
+    assert train.main([*command, "--gpus", "3", *small]) == 0
+    assert "weights divide over 2 devices (mesh.fsdp=2), and few over 3" in capsys.readouterr().out
+    assert train.main([*command[:-1], "24", "--gpus", "6", "train.micro_batch_rows=6"]) == 2
+    assert "No settings fit" in capsys.readouterr().err
+
+
+def test_a_cache_for_few_sequences_is_not_one_for_a_single_sequence(capsys):
+    """Qwen3-30B-A3B at 18,432 tokens on eight GPUs of 80 GB: an engine holds four, at bfloat16's gradients."""
+    command = ["--config", "configs/papers/qwen3_30b_a3b_base.yaml", "arm=tbpo", "--dry-run", "--gpus", "8"]
+    assert train.main([*command, "--gpu-gb", "80"]) == 0
+    assert "4 of 256 sequences of full length at once" in capsys.readouterr().out
+
+
 def test_hours_a_step_are_dearer_than_rounding():
     second, hours, rounded = Cost(seconds=1), Cost(seconds=9000), Cost(bits=1)
     assert sorted([hours, rounded, second]) == [second, rounded, hours]
@@ -577,5 +616,6 @@ def test_the_papers_large_models_fit_eight_gpus_of_80_gb_with_an_engine_on_each(
     settled, made = choose.settle(cfg, H100)
     assert (made.missing, made.engines, made.devices) == (0, 8, 8)
     assert settled.rollout.engine.visible_gpus == "0;1;2;3;4;5;6;7"
-    assert settled.train.grad_dtype == "float32"  # rounding changes only where it must
+    # Rounding changes only where it must, or where it saves hours: four sequences at once, not two.
+    assert settled.train.grad_dtype == ("bfloat16" if "30b" in name else "float32")
     assert any("sequences of full length at once" in line for line in made.lines())

@@ -160,9 +160,21 @@ def changed(name, change):
         ({"peft_type": "LOHA"}, None, "peft_type='LOHA' is not supported"),
         ({"init_lora_weights": "pissa"}, None, "init_lora_weights='pissa' is not supported"),
         ({"alora_invocation_tokens": [3]}, None, "alora_invocation_tokens=[3] is not supported"),
-        ({"lora_alpha": "much"}, None, "adapter_config.json: lora_alpha or alpha_pattern gives model.layers.0"),
+        (
+            {"lora_alpha": "much"},
+            None,
+            "adapter_config.json: r, lora_alpha, or a pattern of either, gives model.layers.0",
+        ),
         ({"alpha_pattern": {"(": 3}}, None, "gives model.layers.0.self_attn.k_proj no scale"),
         ({"alpha_pattern": {"q_proj": float("nan")}}, None, "gives model.layers.0.self_attn.q_proj the scale nan"),
+        ({"lora_alpha": 1e300}, None, "alpha_pattern leaves base_model.model.model.layers.0.self_attn.k_proj.lora_A"),
+        (
+            {"r": 16},
+            None,
+            "r or rank_pattern gives model.layers.0.self_attn.k_proj the rank 16, and its tensors have 8",
+        ),
+        ({"rank_pattern": {"q_proj": 4}}, None, "gives model.layers.0.self_attn.q_proj the rank 4, and its tensors"),
+        ({"rank_pattern": ["q_proj"]}, None, "gives model.layers.0.self_attn.k_proj no scale"),
         (
             {},
             changed("0.mlp.up_proj.lora_A", lambda x: x[:4].copy()),
@@ -191,6 +203,11 @@ def test_a_folder_without_files_is_refused(base, tmp_path):
     with pytest.raises(UserError, match=r"no adapter_config\.json there; give a folder that PEFT"):
         read(base, tmp_path)
     write(base, drawn(base[2]), tmp_path)
+    settings = (tmp_path / SETTINGS).read_text()
+    (tmp_path / SETTINGS).write_text("{}")
+    with pytest.raises(UserError, match=r"peft_type=None is not supported"):
+        read(base, tmp_path)
+    (tmp_path / SETTINGS).write_text(settings)
     (tmp_path / FILE).unlink()
     with pytest.raises(UserError, match=r"no adapter_model\.safetensors there"):
         read(base, tmp_path)

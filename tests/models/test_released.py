@@ -179,6 +179,10 @@ def group(section, **changes):
             lambda s: {**group(s), "format": "marlin-24"} | {"config_groups": {"g": {"targets": ["Linear"]}}},
             "marlin-24",
         ),
+        (lambda s: s | {"ignore": "lm_head"}, "form .*'ignore' is the string 'lm_head', not a list"),
+        (lambda s: s | {"config_groups": {"W4A16": ["Linear"]}}, "not in compressed-tensors' form"),
+        (lambda s: group(s, group_size="32"), "not in compressed-tensors' form"),
+        (lambda s: "fp8", "not in compressed-tensors' form"),
     ],
 )
 def test_sections_that_are_no_schemes_are_refused_by_what_they_have(folders, change, said):

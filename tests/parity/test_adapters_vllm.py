@@ -10,15 +10,21 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from qarl_bridge.protocol import messages
 
 from qarl_jax import models
+from qarl_jax.models.params import united
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.vllm.engine import VllmEngine, engine_config, engine_tensors
 from qarl_jax.rollout.vllm.process import BridgeProcess
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from qarl_jax.verify import ladder
+from tests.reference import tiny
 from tests.reference.bridge_world import connected
 from tests.reference.qwen3 import qwen3
 
@@ -204,3 +210,26 @@ def test_partial_versions_of_an_moe_model_are_what_the_learner_scores(tmp_path):
             assert (logprobs == sampled.logprobs)[sampled.response].all()
     finally:
         engine.close()
+
+
+@pytest.mark.nightly  # it starts a vLLM without the bridge
+def test_vllms_own_lora_serves_an_exported_folder_with_the_learners_log_probs(tmp_path):
+    pytest.importorskip("vllm")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "base").mkdir()
+    folder = tiny.model_folder(tmp_path / "base")
+    config = models.read_config(folder, compute_dtype="float32", lora=models.Lora(rank=8, scale=12 / 8**0.5))
+    rng, ids = np.random.default_rng(0), list(range(3, 19))
+    adapters = jax.tree.map(
+        lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), models.fresh_adapters(config, make_mesh())
+    )
+    models.write_peft(tmp_path / "adapters", config, adapters, alpha=12, rslora=True, base=str(folder))
+    graphdef, masters = models.load_masters(folder, config)
+    logits = models.merge(graphdef, united(masters, adapters), nnx.State({}))(jnp.asarray([ids]))
+    wanted = jnp.take_along_axis(jax.nn.log_softmax(logits[0, :-1]), jnp.asarray(ids[1:])[:, None], axis=1)[:, 0]
+    command = [sys.executable, str(SCRIPT.with_name("live_peft.py")), str(folder), str(tmp_path / "adapters")]
+    done = subprocess.run([*command, *map(str, ids)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    base, served = json.loads(done.stdout.strip().splitlines()[-1])
+    np.testing.assert_allclose(served, wanted, atol=2e-5)
+    assert np.abs(np.array(served) - base).max() > 0.1

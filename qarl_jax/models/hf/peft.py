@@ -96,16 +96,17 @@ def write_peft(
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
+def check_peft(folder: str, config: ModelConfig) -> dict[str, list[np.ndarray]]:
     """Reads a PEFT folder and checks that its adapters fit `config`, without a JAX device.
 
     Returns:
-      (adapter_config.json, {path of an adapter's leaf: a float32 array per layer, as in the file}).
+      {path of an adapter's leaf: a float32 array per layer, of the file's rank, with the folder's scale folded into B}.
 
     Raises:
       UserError: there is no such folder, or its kind of adapter, base, rank or targets do not fit, or numbers are not
         finite; the message names the file, and the setting or tensor.
     """
+    assert config.lora is not None
     path = pathlib.Path(folder)
     if not (path / CONFIG).is_file():
         raise UserError(
@@ -119,7 +120,9 @@ def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[s
         raise UserError(f"{path / CONFIG} is not JSON ({error}).") from None
     for key, known in _PLAIN.items():
         if values.get(key) not in known:
-            raise UserError(f"{path / CONFIG}: {key}={values[key]!r} is not supported; merge it, or train plain LoRA.")
+            raise UserError(
+                f"{path / CONFIG}: {key}={values.get(key)!r} is not supported; merge it, or train plain LoRA."
+            )
     if not (path / WEIGHTS).is_file():
         raise UserError(f"{path}: no {WEIGHTS} there; other formats are not read.")
     file, names = safetensors.SafetensorsFile(path / WEIGHTS), _own_names(config)
@@ -128,11 +131,15 @@ def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[s
     found = {own: [_tensor(file, name, shape) for name in names[own]] for own, shape in shapes.items()}
     for own in (own for own in found if own.endswith("lora_a")):
         other = own.removesuffix("lora_a") + "lora_b"
-        for name, a, b in zip(names[own], found[own], found[other], strict=True):
+        for number, (name, a, b) in enumerate(zip(names[own], found[own], found[other], strict=True)):
             if len(a) != b.shape[1]:
                 raise UserError(f"{file.path}: {name} has rank {len(a)} and its lora_B {b.shape[1]}; get it again.")
-            _scale_of(values, _module(name), len(a), path / CONFIG)
-    return values, found
+            with np.errstate(over="ignore", invalid="ignore"):
+                folded = b * np.float32(_scale_of(values, _module(name), len(a), path / CONFIG) / config.lora.scale)
+            if not np.isfinite(folded).all():
+                raise UserError(f"{path / CONFIG}: lora_alpha or alpha_pattern leaves {name} no finite numbers.")
+            found[other][number] = folded
+    return found
 
 
 def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
@@ -144,19 +151,12 @@ def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
     Raises:
       UserError: as `check_peft`.
     """
-    assert config.lora is not None
-    values, found = check_peft(folder, config)
-    names, out = _own_names(config), []
+    found, out = check_peft(folder, config), []
     for keys, variable in nnx.to_flat_state(fresh):
         like, own = variable.get_value(), ".".join(map(str, keys))
         stack = np.asarray(jax.device_get(like)).astype(np.float32)
-        for number, (name, tensor) in enumerate(zip(names[own], found[own], strict=True)):
-            if keys[-1] == "lora_a":
-                stack[number, : len(tensor)] = tensor
-            else:
-                rank = tensor.shape[1]
-                scale = _scale_of(values, _module(name), rank, pathlib.Path(folder) / CONFIG)
-                stack[number, :, :rank] = tensor * np.float32(scale / config.lora.scale)
+        for layer, tensor in zip(stack, found[own], strict=True):
+            layer[: tensor.shape[0], : tensor.shape[1]] = tensor
         out.append((keys, variable.replace(jax.device_put(stack.astype(like.dtype), like.sharding))))
     return nnx.from_flat_state(out)
 
@@ -194,12 +194,18 @@ def _module(name: str) -> str:
 
 def _scale_of(values: Mapping[str, Any], module: str, rank: int, path: pathlib.Path) -> float:
     """The scale that PEFT gives a module's adapter; raises UserError where the settings in `path` say none."""
-    patterns = values.get("alpha_pattern") or {}
+
+    def said(key: str, patterns: str) -> float:
+        each = values.get(patterns) or {}
+        found = (value for pattern, value in each.items() if re.match(rf"(.*\.)?({pattern})$", module))
+        return float(next(found, values.get(key, 8)))  # PEFT's default of either
+
     try:
-        found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-        alpha = float(next(found, values.get("lora_alpha", 8)))
+        alpha, own = said("lora_alpha", "alpha_pattern"), said("r", "rank_pattern")
     except (AttributeError, TypeError, ValueError, re.error) as error:
-        raise UserError(f"{path}: lora_alpha or alpha_pattern gives {module} no scale ({error}).") from None
+        raise UserError(f"{path}: r, lora_alpha, or a pattern of either, gives {module} no scale ({error}).") from None
     if not math.isfinite(alpha):
         raise UserError(f"{path}: lora_alpha or alpha_pattern gives {module} the scale {alpha}.")
+    if own != rank:
+        raise UserError(f"{path}: r or rank_pattern gives {module} the rank {own:g}, and its tensors have {rank}.")
     return alpha / (math.sqrt(rank) if values.get("use_rslora") else rank)

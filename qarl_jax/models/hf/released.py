@@ -36,6 +36,13 @@ def rules_of(section: Mapping[str, Any] | None) -> Rules:
     """
     if not section:
         return Rules()
+    try:
+        return _rules_of(section)
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"{_HERE} is not in compressed-tensors' form ({error}); {_INSTEAD}.") from None
+
+
+def _rules_of(section: Mapping[str, Any]) -> Rules:
     if section.get("quant_method") != "compressed-tensors":
         raise UserError(
             f"{_HERE} is of method {section.get('quant_method')!r}, only 'compressed-tensors' is read; {_INSTEAD}."
@@ -44,14 +51,22 @@ def rules_of(section: Mapping[str, Any] | None) -> Rules:
         found = section.get(key) or {}
         if found and not (key == "sparsity_config" and found.get("format") == "dense"):
             raise UserError(f"{_HERE} has {key!r} {found!r}, which is not supported; {_INSTEAD}.")
-    ignored = [(_pattern(target), None) for target in section.get("ignore") or []]
+    ignored = [(_pattern(target), None) for target in _listed(section, "ignore")]
     ranked: list[tuple[int, tuple[str, Scheme | None]]] = []
     for group in (section.get("config_groups") or {}).values():
         scheme = _scheme_of(group, section.get("format"))
-        for target in group.get("targets") or []:
+        for target in _listed(group, "targets"):
             rank = 2 if target == "Linear" else 1 if target.startswith("re:") else 0
             ranked.append((rank, (_pattern(target), scheme)))
     return Rules((*ignored, *(rule for _, rule in sorted(ranked, key=lambda pair: pair[0]))))
+
+
+def _listed(section: Mapping[str, Any], key: str) -> list[str]:
+    """The strings of a list; TypeError where it is a string, which would be read as its letters."""
+    found = section.get(key) or []
+    if isinstance(found, str):
+        raise TypeError(f"{key!r} is the string {found!r}, not a list")
+    return list(found)
 
 
 def _pattern(target: str) -> str:
