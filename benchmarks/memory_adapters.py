@@ -4,7 +4,7 @@
 
     python -m benchmarks.memory_adapters --out benchmarks/results/memory_adapters_h200.json
 
-The runs are arms of configs/gpu/recipes.yaml, one row of 2,560 tokens, or of 18,432. A line per case: bytes of the
+The runs are arms of configs/gpu/recipes.yaml under w4a16, one row of 2,560 tokens, or of 18,432. A line per case: bytes of the
 gradients' program, compiled for an H200, and `memory.learner.parts`. Needs what `benchmarks.memory` needs. With a chunk
 of 128 tokens the layers' backward is the fullest moment, else the log-probs' forward.
 """
@@ -41,6 +41,7 @@ def run_of(folder: pathlib.Path, shapes: str, arm: str, overrides: list[str]) ->
     if not (folder / "config.json").exists():
         random_folder.make(folder, random_folder.config_of(shapes, 0), weights=False)
     absent = [
+        "quant.forward=w4a16",
         "quant.engine=cuda",
         "rollout.engine.memory=given",
         "train.grad_dtype=float32",
