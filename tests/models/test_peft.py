@@ -156,6 +156,8 @@ def changed(name, change):
     ("settings", "tensors", "said"),
     [
         ({"use_dora": True}, None, "use_dora=True is not supported"),
+        ({"use_rslora": "false"}, None, "use_rslora='false' is not supported"),
+        ({}, changed("0.mlp.up_proj.lora_A", lambda x: x.astype(np.int8)), "up_proj.lora_A.weight is int8, and"),
         ({"modules_to_save": ["lm_head"]}, None, "modules_to_save=['lm_head'] is not supported"),
         ({"peft_type": "LOHA"}, None, "peft_type='LOHA' is not supported"),
         ({"init_lora_weights": "pissa"}, None, "init_lora_weights='pissa' is not supported"),

@@ -33,6 +33,7 @@ _PREFIX = "base_model.model."
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
+    "use_rslora": (None, False, True),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "bias": (None, "none"),
@@ -174,7 +175,10 @@ def _check_names(wanted: set[str], found: set[str], path: pathlib.Path) -> None:
 
 def _tensor(file: safetensors.SafetensorsFile, name: str, like: tuple[int, ...]) -> np.ndarray:
     """A finite tensor of the base's width and at most the run's rank, float32."""
-    shape, ranked = file.entries[name][1], int(".lora_B." in name)  # dim of the rank
+    dtype, shape, _ = file.entries[name]
+    ranked = int(".lora_B." in name)  # dim of the rank
+    if not jax.dtypes.issubdtype(dtype, np.floating):
+        raise UserError(f"{file.path}: {name} is {dtype}, and an adapter's tensors are floats; get the adapter again.")
     if len(shape) != 2 or shape[1 - ranked] != like[1 - ranked]:
         raise UserError(f"{file.path}: {name} has shape {shape}, and the base asks for {like}: it is another base's.")
     if not shape[ranked]:
