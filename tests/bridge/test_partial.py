@@ -84,6 +84,24 @@ def test_a_partial_version_is_prepared_before_its_commit_and_a_complete_one_is_n
     assert w.engine.prepared == [1, 1]
 
 
+def test_over_a_socket_only_the_changes_of_a_partial_version_travel(tmp_path, monkeypatch):
+    monkeypatch.setattr(bridge_world, "tensors", lambda seed: BASE(seed) | some(seed))
+    with world(tmp_path, tcp=True) as w:
+        client, first = w.trainer(), version(0)
+        client.publish(first)
+        second = version(1, over=first)
+        assert client.publish(second, readback="full")["sent_bytes"] == second.manifest.total_bytes
+        changed = some(1)[Q + adapters.B].copy()
+        changed[3, 1] += 1
+        third = version(2, over=first, replace=some(1) | {Q + adapters.B: changed})
+        third.base = second
+        assert 0 < client.publish(third, readback="full")["sent_bytes"] < 30
+        assert w.engine.prepared == [1, 2]
+        drawn = client.generate(draws(), SAMPLING)
+        client.publish(version(3, replace=some(1) | {Q + adapters.B: changed}))
+        assert [one.tokens for one in client.generate(draws(), SAMPLING)] == [one.tokens for one in drawn]
+
+
 def test_a_version_that_cannot_be_prepared_is_refused_and_the_old_one_serves(served, monkeypatch):
     w, client, first = served
     before = client.generate(draws(), SAMPLING)
