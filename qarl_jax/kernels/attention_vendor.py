@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import round_to
-from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper
+from qarl_jax.runtime.mesh import BATCH_AXES, batch_shards, is_hopper
 from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 from qarl_jax.types import UserError
 
@@ -138,10 +138,9 @@ def cudnn_attention(
         return cudnn_attention(q, k, v, packed_runs)[:, :T]
     if packed_runs is None:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    rows = -(-B // batch_shards(jax.sharding.get_abstract_mesh()))
     most = packed_runs[1].shape[1]
-    at_once = runs_at_once(-(-B // shards) * T, N, H, most)
+    at_once = runs_at_once(rows * T, N, H, most)
     return _packed(q, k, v, packed_runs) if at_once == most else _in_groups(at_once, q, k, v, packed_runs)
 
 

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Num
 
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
+from qarl_jax.runtime.mesh import BATCH_AXES, batch_shards, is_hopper, on_one_device
 
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
 LEAST_ROWS = 512
@@ -78,11 +78,8 @@ def _split(rows: int, outputs: int) -> tuple[int, int] | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return None
-    shape = dict(mesh.shape)
-    parts = 1
-    for axis in BATCH_AXES:
-        parts *= shape[axis]
-    return (parts, shape["tensor"]) if rows % parts == 0 and outputs % shape["tensor"] == 0 else None
+    parts, tensor = batch_shards(mesh), mesh.shape["tensor"]
+    return (parts, tensor) if rows % parts == 0 and outputs % tensor == 0 else None
 
 
 def _on_mesh(

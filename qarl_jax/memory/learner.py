@@ -32,7 +32,7 @@ from qarl_jax.rollout.vllm import one_base
 from qarl_jax.run import build, reference
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import remat
-from qarl_jax.runtime.mesh import AXIS_RULES, BATCH_AXES, MESH_AXES, param_shardings
+from qarl_jax.runtime.mesh import AXIS_RULES, MESH_AXES, batch_shards, param_shardings
 
 GIB = 2.0**30
 _POLICY = ("masters", "QTensors", "frozen weights")  # the parts that are there when the base has been read
@@ -405,8 +405,7 @@ def update_parts(
         layers += vocabulary
     # `Learner._gradient` rounds before it differentiates.
     rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    tokens = rows * logprobs.cut(max(1, rows * shards), max(2, row_len), chunk)[1]  # of a device, at once
+    tokens = rows * logprobs.cut(max(1, rows * batch_shards(mesh)), max(2, row_len), chunk)[1]  # of a device, at once
     scored, differentiated = logprob_moments(model, positions, tokens)
     if vocabulary:
         sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
@@ -448,10 +447,9 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     trainable = cfg.trainable if trainable is None else trainable
     made, model = shapes(cfg, trainable), model_of(cfg)
     mesh = planned_mesh(cfg) if per_device else None
-    batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     shared = held_once(cfg)
     shape: dict[str, Any] = {
-        "rows": cfg.train.micro_batch_rows // batch_shards,
+        "rows": cfg.train.micro_batch_rows // batch_shards(mesh),
         "row_len": cfg.row_len,
         "chunk": cfg.train.logprob_chunk,
         "grad_dtype": cfg.train.grad_dtype_or_float32,

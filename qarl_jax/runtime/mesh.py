@@ -256,6 +256,11 @@ def param_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
+def batch_shards(mesh: Mesh | AbstractMesh | None) -> int:
+    """Counts the parts that a mesh cuts batch rows into; 1 where there is no mesh, or an empty one."""
+    return 1 if mesh is None or mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of batch rows (the first dim of [B, ...]) over data and fsdp, whose product divides B."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
