@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Prefixes of every metric that depends on the clock or the process, and not on config and seed alone.
 TIME = "time/"
@@ -119,10 +120,20 @@ def masked_max(x: jax.Array, mask: jax.Array) -> Max:
     return Max(jnp.where(mask.astype(jnp.float32).sum() > 0, top, 0.0))
 
 
-def values(metrics: dict[str, Metric]) -> dict[str, float]:
-    """Fetches the `Mean` and `Max` metrics to the host, as floats. `histograms` fetches histograms."""
-    reduced = jax.device_get({key: metric.value for key, metric in metrics.items() if isinstance(metric, Mean | Max)})
-    return {key: float(value) for key, value in reduced.items()}
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Fetches the `Mean` and `Max` metrics, as floats. `histograms` fetches histograms.
+
+    The host divides, with correct rounding. On a GPU a sum over itself may be 1 - 2^-24, which reads as a mismatch.
+    """
+    fetched = jax.device_get({key: metric for key, metric in metrics.items() if isinstance(metric, Mean | Max)})
+    return {
+        key: float(metric.maximum) if isinstance(metric, Max) else _divided(metric) for key, metric in fetched.items()
+    }
+
+
+def _divided(mean: Mean) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.float32(mean.total) / np.float32(mean.count)) if mean.count > 0 else 0.0
 
 
 def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:

@@ -35,7 +35,7 @@ from typing import Any, Literal, TextIO
 import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.metrics import Max, Mean
+from qarl_jax.metrics import Max, Mean, values
 from qarl_jax.observe.phases import Spans
 from qarl_jax.observe.terminal import make_view
 from qarl_jax.observe.trackers import TRACKERS, watched
@@ -81,10 +81,10 @@ class Config:
 
 def to_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Makes a line of metrics.jsonl: reduces Mean and Max, converts arrays to numbers; non-finite ones become null."""
-    reduced = jax.device_get({k: v.value if isinstance(v, (Mean, Max)) else v for k, v in metrics.items()})
+    reduced = dict(metrics) | values({k: v for k, v in metrics.items() if isinstance(v, Mean | Max)})
     record: dict[str, Any] = {"step": int(step)}
     nonfinite = {}
-    for key, value in reduced.items():
+    for key, value in jax.device_get(reduced).items():
         value = value.item() if hasattr(value, "item") else value
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[key] = str(value)

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,18 @@ def test_each_step_is_one_json_object_with_means_and_maxima_reduced(observer):
         {"step": 1, "a": 1.5, "b": 3.0, "c": 2, "d": None, "e": "x"},
         {"step": 2, "a": 0.5, "b": 7, "c": True},
     ]
+
+
+def test_the_host_divides_a_mean(observer):
+    counts = jnp.asarray(np.arange(1, 5000), jnp.float32)
+    means = {str(i): Mean(count, count) for i, count in enumerate(counts)} | {
+        "none": Mean(counts[0] * 0, counts[0] * 0)
+    }
+    with jax.transfer_guard_host_to_device("disallow"):  # a device's program is not rounded correctly on a GPU
+        observer.log(0, means)
+    (found,) = read_lines(observer.metrics_path)
+    assert (found.pop("step"), found.pop("none")) == (0, 0)
+    assert set(found.values()) == {1.0}
 
 
 def test_numbers_that_are_not_finite_become_null_and_say_what_they_were(observer):
