@@ -1,7 +1,6 @@
-# Recipes at their own lengths with random weights, on four GPUs: three steps of an update of 64 responses each. Then QaRL's
-# runs with responses of 16,384 tokens, 16 a GPU; these alone on two GPUs of 141 GB, the 30B-A3B with adapters; on two of 80 GB
-# `2x80` alone. Beside them the real 0.5B (arrive.py of the session `pay` makes its folder)
-# trains with three kinds of masters. GPUs of 80 GB take what benchmarks/results/recipes_h100.json lacks.
+# What no record in benchmarks/results has yet of recipes at their own lengths, random weights, three steps of an update of 64
+# responses each: on four GPUs of 141 GB or of 80, or `2x80` alone on two of 80 GB. On two of 141 GB QaRL's runs with
+# responses of 16,384 tokens, 8B with all parameters and 30B-A3B with adapters.
 # TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU, in nine minutes.
 source benchmarks/sessions/tp/common.sh
 recipes=configs/gpu/recipes.yaml papers=configs/papers
@@ -29,21 +28,6 @@ long() { # MODEL GPUS OVERRIDES...: responses of the paper's length
     train.micro_batch_rows="$count" "${@:3}"
 }
 
-masters() { # GPU DTYPE:ROUNDING...: the real 0.5B under QaRL with such masters, all at once
-  local model=$MODELS/qwen25-coder-0.5b gpu=$1 way dtype rounding
-  shift
-  until [ -e "$model/ready" ]; do sleep 1; done
-  for way in "$@"; do
-    dtype=${way%:*} rounding=${way#*:}
-    XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-0.19} on "$gpu" limited "masters_${dtype}_$rounding" 900 $PYTHON -m qarl_jax.train \
-      --config configs/qwen25_coder_0p5b/qarl_w4a16.yaml run_dir="$RESULTS/masters/${dtype}_$rounding" \
-      model.path="$model" model.param_dtype="$dtype" optimizer.master_rounding="$rounding" \
-      optimizer.moment_dtype=float32 optimizer.second_moment_dtype=float32 rollout.engine.kv_cache_gb=4.5 \
-      rollout.engine.gpu_memory_utilization="${ENGINE:-0.1}" checkpoint.every=0 checkpoint.at_end=false log.view=lines &
-  done
-  wait
-}
-
 if [ -n "$TINY" ]; then
   recipe 1x24 0 $recipes arm=1x24
   exit
@@ -58,27 +42,13 @@ if [ "$memory" -gt 100000 ] && [ "$gpus" = 2 ]; then
   long 30b_a3b 1 lora.rank=32 optimizer.name=adamw optimizer.offload=false &
   wait
 elif [ "$memory" -gt 100000 ]; then
-  (
-    recipe 1x141 0 $recipes arm=1x141 &
-    recipe 1x141_bf16 1 $recipes arm=1x141_bf16 &
-    wait
-    recipe 2x141 0,1 $recipes arm=2x141
-    long 8b 0,1
-  ) &
-  (
-    { recipe 1x80_lora 2 $recipes arm=1x80_lora; recipe 1x80 2 $recipes arm=1x80; } &
-    masters 3 float32:nearest bfloat16:nearest bfloat16:stochastic &
-    wait
-    long 30b_a3b 2,3 model.param_dtype=bfloat16 optimizer.master_rounding=stochastic
-  ) &
-  wait
+  for arm in 4x141_moe 4x141; do recipe $arm 0,1,2,3 $recipes arm=$arm; done
+  long 8b 0,1,2,3
 elif [ "$gpus" = 2 ]; then
   recipe 2x80 0,1 $recipes arm=2x80
 else
-  export FRACTION=0.3 ENGINE=0.15 # two runs of the 0.5B have room
   recipe 2x80 0,1 $recipes arm=2x80 &
-  { recipe 1x80_lora 2 $recipes arm=1x80_lora; masters 2 bfloat16:nearest; } &
-  masters 3 float32:nearest bfloat16:stochastic &
+  recipe 1x80_lora 2 $recipes arm=1x80_lora &
   wait
   recipe 4x80 0,1,2,3 $recipes arm=4x80
   long 8b 0,1,2,3
