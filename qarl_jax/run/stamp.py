@@ -227,7 +227,8 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     Raises:
       UserError: names each such setting, with both values.
     """
-    old, new = (_flat(tree) | _adapters(tree) for tree in (found["config"], _plain(cfg)))
+    anchored = cfg.kl.coef > 0 and cfg.kl.reference == "start"
+    old, new = (_flat(tree) | _adapters(tree, anchored) for tree in (found["config"], _plain(cfg)))
     before, now = _policy(old), _policy(new)
     other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
     held = [f"{key} {old[key]} -> {new[key]}" for key in other]
@@ -246,16 +247,19 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     _check_base(cfg, found)
 
 
-def _adapters(tree: dict[str, Any]) -> dict[str, str]:
-    """Each section `lora` of a config in a line; `init`, the folder it began with, apart.
+def _adapters(tree: dict[str, Any], anchored: bool) -> dict[str, str]:
+    """Each section `lora` of a config in a line; `init`, the folder it began with, only for a reference policy.
 
-    A critic's has its base, which no checkpoint holds.
+    A critic's has its base, which no checkpoint holds. anchored: the reference policy is the one that the run began as.
     """
-    critic = tree.get("critic") or {}
-    own = critic.get("lora")
-    sections = {"lora": tree.get("lora"), _CRITIC: own and own | {"on": critic["path"] or "the policy's base"}}
+    critic, lora = tree.get("critic") or {}, tree.get("lora")
+    own, start = critic.get("lora"), (lora or {}).get("init")
+    sections = {
+        "lora": lora and lora | {"init": os.path.realpath(start) if start and anchored else None},
+        _CRITIC: own and own | {"init": None, "on": critic["path"] or "the policy's base"},
+    }
     return {
-        name: ", ".join(f"{key} {value}" for key, value in (section or {}).items() if value and key != "init") or "None"
+        name: ", ".join(f"{key} {value}" for key, value in (section or {}).items() if value) or "None"
         for name, section in sections.items()
     }
 

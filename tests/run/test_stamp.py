@@ -113,6 +113,16 @@ def test_a_run_goes_on_under_settings_that_leave_its_policy_what_it_is_and_no_ot
         assert f"{setting} {old} -> " in str(refused.value)
 
 
+def test_adapters_that_a_run_began_with_stay_where_they_are_its_reference_policy(worlds):
+    of = lambda init, coef: worlds["jax"].changed(lora={"rank": 8, "init": init}, kl={"coef": coef}).config  # noqa: E731
+    found = {"step": STEPS, "config": stamp._plain(of("one", 0.0)), "numerics": None}
+    stamp.check_same_policy(of("other", 0.0), found, on_gpu=False)
+    stamp.check_same_policy(of("one", 0.1), found, on_gpu=False)
+    for other in ("other", None):
+        with pytest.raises(UserError, match=r"lora rank 8, .*one -> rank 8.* would make another policy"):
+            stamp.check_same_policy(of(other, 0.1), found, on_gpu=False)
+
+
 def test_every_setting_that_makes_a_policy_is_one_of_the_config_and_is_tried_here(worlds):
     known = {key for world in worlds.values() for key in stamp._flat(config.to_dict(world.config))}
     assert set(stamp.POLICY) <= known
