@@ -206,6 +206,7 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
             quant=models.parse_rules(cfg.quant),
             lora=None if cfg.lora is None else cfg.lora.adapters,
         )
+        model_config = model_config if cfg.lora is None else model_config.with_ignored
 
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from qarl_jax import data, models, sft
-from qarl_jax.run import build
+from qarl_jax.run import build, export
 from qarl_jax.types import LossInputs, UserError
 from tests.reference import tiny
 
@@ -193,3 +193,15 @@ def test_adapters_learn_on_a_low_bit_model_and_are_a_folder_that_a_run_starts_fr
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))
     params = models.by_path(build.load_policy(cfg, learner)[0])
     assert all(np.asarray(x).any() for x in params.values())
+
+
+@pytest.mark.slow
+def test_adapters_learn_on_a_released_model_whose_folder_ignores_a_layer(folder, capsys):
+    rules = [{"match": "down_proj", "scheme": "bf16"}, {"match": "", "scheme": "w8a8"}]
+    graphdef, params, _ = models.split(tiny.random_model())
+    graphdef = models.with_scheme(graphdef, rules)
+    model = tiny.model_folder(folder / "released")
+    export.write_quantized(graphdef, params, models.quantize_params(graphdef, params), model)
+    values = tree(folder, "on_released", model={"path": str(model)}, quant="w8a8", lora={"rank": 8})
+    del values["tokenizer"]
+    assert run(folder, values, "train.updates=1", name="released.yaml") == 0, capsys.readouterr().err

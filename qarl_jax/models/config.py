@@ -168,6 +168,12 @@ class ModelConfig:
         """This config without adapters."""
         return self if self.lora is None else dataclasses.replace(self, lora=None)
 
+    @property
+    def with_ignored(self) -> ModelConfig:
+        """This config with bf16 for layers that the folder ignores, unless a rule before the last matches."""
+        ignored = tuple(rule for rule in self.released.rules if rule[1] is None)
+        return dataclasses.replace(self, quant=Rules((*self.quant.rules[:-1], *ignored, *self.quant.rules[-1:])))
+
     @functools.cached_property
     def released(self) -> Rules:
         """The schemes under which the folder's weights are stored, by module name; empty if they are not quantized."""

@@ -99,11 +99,7 @@ def model_config(
             f"quant.backward={cfg.quant.backward} has no products of experts, and {cfg.model.path} is a MoE model: set"
             " quant.backward=bf16."
         )
-    if cfg.lora is None:
-        return made
-    *named, fallback = made.quant.rules
-    ignored = [rule for rule in made.released.rules if rule[1] is None]
-    return dataclasses.replace(made, quant=quant.Rules((*named, *ignored, fallback)))
+    return made if cfg.lora is None else made.with_ignored
 
 
 def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
