@@ -124,10 +124,14 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
     return models.split(models.abstract_model(model))[0]
 
 
-def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
-    """Loads the initial policy onto the mesh. Returns (masters, frozen weights), as `Learner.init` takes them."""
+def load_policy(cfg: RunConfig, learner: Learner, *, restored: bool = False) -> tuple[Any, Any]:
+    """Loads the initial policy onto the mesh. Returns (masters, frozen weights), as `Learner.init` takes them.
+
+    restored: a checkpoint's masters replace these, so that adapters are fresh and nothing reads `lora.init`.
+    """
     config, mesh = learner.config, learner.mesh
-    adapters = None if cfg.lora is None else _adapters(cfg.lora, config, mesh, seed_of(cfg.seed, 0, "adapters"))
+    lora = dataclasses.replace(cfg.lora, init=None) if cfg.lora is not None and restored else cfg.lora
+    adapters = None if lora is None else _adapters(lora, config, mesh, seed_of(cfg.seed, 0, "adapters"))
     if cfg.model.init == "random":
         seed = seed_of(cfg.seed, 0, "masters") % 2**32
         params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed))

@@ -267,7 +267,7 @@ def run(
         else:
             graphdef = models.with_scheme(graphdef, scheme, cfg.quant.group_size)
         learner = build.make_learner(cfg, graphdef, mesh)
-        params, frozen = build.load_policy(cfg, learner)
+        params, frozen = build.load_policy(cfg, learner, restored=found is not None)
         if frozen is not None:
             learner.hold(frozen)
         version = 0

@@ -108,7 +108,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
     # Under auto this machine's arithmetic may be another than the policy's, and may lack its scheme.
     graphdef = build.policy_graphdef(cfg, stamp.numerics_of(stamp.of(source)))
     learner = build.make_learner(cfg, graphdef, mesh)
-    state = learner.init(*build.load_policy(cfg, learner))
+    state = learner.init(*build.load_policy(cfg, learner, restored=True))
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
     if kind == "peft":
@@ -125,6 +125,8 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
         whole = learner.model(params) if learner.trainable.freeze else models.merge(bare, params, build.no_qweights())
         models.save_hf(models.merge_adapters(whole), out)
     else:
+        if cfg.lora is not None:
+            print("This folder is the base without the run's adapters: --format peft writes these.")
         rollout = build.rollout_graphdef(cfg, graphdef)
         rollout = rollout if bits is None else models.at_width(rollout, bits)
         write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)

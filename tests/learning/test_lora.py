@@ -282,8 +282,13 @@ def test_a_publish_moves_adapters_alone(policy):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A finished run of six steps, in the world of `made`."""
-    run = world(tmp_path_factory.mktemp("run"), train={"steps": 6, "prompts_per_step": 8, "prompts_per_update": 8})
+    """A finished run of six steps, in the world of `made`; its fresh adapters come from a folder."""
+    folder = tmp_path_factory.mktemp("run")
+    _, learner, (adapters, _) = made(folder)
+    (folder / "begun").mkdir()
+    models.write_peft(folder / "begun", learner.config, adapters, alpha=LORA["alpha"], rslora=False, base="")
+    lora = LORA | {"init": str(folder / "begun")}
+    run = world(folder, lora=lora, train={"steps": 6, "prompts_per_step": 8, "prompts_per_update": 8})
     assert train.main(run.command()) == 0
     return run
 
@@ -313,9 +318,13 @@ def test_a_run_learns_and_goes_on_from_its_adapters(trained):
 @pytest.mark.slow
 def test_a_run_is_exported_as_adapters_merged_and_as_its_base(trained, tmp_path, capsys):
     out = {kind: tmp_path / kind for kind in export.FORMATS}
+    begun = (trained.folder / "begun").rename(tmp_path / "begun")  # the checkpoint has what it became
     for kind, folder in out.items():
         export.export(trained.run_dir, folder, kind)
-    assert "merged into what the base's codes stand for" in capsys.readouterr().out
+    begun.rename(trained.folder / "begun")
+    said = capsys.readouterr().out
+    assert "merged into what the base's codes stand for" in said
+    assert "This folder is the base without the run's adapters" in said
     learner, _, state = restored(trained)
     init = trained.changed(lora={"init": str(out["peft"])}).config
     assert has_same_bits(build.load_policy(init, learner)[0], state["params"])
