@@ -192,11 +192,12 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
         doctor.ask([doctor.positions(cfg)])
         size = size or plan.capacity()
         build.policy_graphdef(config.on_a_gpu(cfg) if size else cfg)  # a released base has the config's scheme
-        if cfg.lora is not None and cfg.lora.init is not None:
-            if os.path.isdir(cfg.lora.init):
-                doctor.ask(doctor.adapters(cfg))
-            else:
-                lines = [*lines, ("lora.init", f"not checked: {cfg.lora.init} is not on this machine")]
+        critic = None if cfg.critic is None else cfg.critic.lora
+        starts = [lora.init for lora in (cfg.lora, critic) if lora is not None and lora.init is not None]
+        away = [folder for folder in starts if not os.path.isdir(folder)]
+        if starts and not away:
+            doctor.ask(doctor.adapters(cfg))
+        lines = [*lines, *(("adapters", f"not checked: {folder} is not on this machine") for folder in away)]
         settled, made = choose.settle(cfg, size)
         print(config.to_yaml(config.replaced(settled, {"model.path": path})))
         if size is not None and (step := forecast.line(settled, size)):

@@ -54,8 +54,10 @@ class Config:
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise UserError(f"alpha must be positive and finite, got {self.alpha}; alpha=rank scales by 1.")
 
-    def check(self, quant: Any, critic: Any) -> None:
-        """Raises UserError if the run's sections `quant` and `critic` do not work with a frozen base."""
+    def check(self, quant: Any, critic: Any, engine: Any) -> None:
+        """Raises UserError if the run's sections `quant`, `critic` and `rollout.engine` do not work with adapters."""
+        if getattr(engine, "arithmetic", None) == "vllm":
+            raise UserError("lora: rollout.engine.arithmetic=vllm serves no adapters; leave it out.")
         learner, sampler = quant.forward, quant.rollout_scheme
         if learner not in ("bf16", sampler):
             raise UserError(

@@ -65,5 +65,6 @@ class Config:
 
     @property
     def rollout_scheme(self) -> str:
-        """The name of the sampler's scheme: `rollout`, or `forward` where `rollout` is null."""
-        return self.forward if self.rollout is None else self.rollout
+        """The name of the sampler's scheme: `rollout`, `forward` where that is null or the same scheme."""
+        parse = lambda scheme: parse_scheme(scheme, self.group_size)  # noqa: E731
+        return self.forward if self.rollout is None or parse(self.rollout) == parse(self.forward) else self.rollout

@@ -298,7 +298,7 @@ class RunConfig:
         self._check_critic()
         self._check_reference()
         if self.lora is not None:
-            self.lora.check(self.quant, self.critic)
+            self.lora.check(self.quant, self.critic, self.rollout.engine)
         if self.rollout.norm_noise is not None:
             self.rollout.norm_noise.check(self.loss)
         if self.rollout.num_samples_per_prompt < 2:

@@ -360,6 +360,7 @@ def test_a_plan_has_no_masters_gradients_or_moments_of_the_base(policy):
         ({"lora": {"rank": 12}}, "rank=12 is none that vLLM serves; take one of 1, 8, 16, 32"),
         ({"lora": {"alpha": 0}}, "alpha must be positive"),
         ({"quant": {"uaq_scale": 1.5}}, "quant.uaq_scale=1.5 is for weights that learn"),
+        ({"rollout": {"engine": {"name": "vllm", "arithmetic": "vllm"}}}, "arithmetic=vllm serves no adapters"),
         ({"quant": {"rollout": "bf16"}}, "of a base under quant.forward=w4a16:g32 nothing is kept"),
         ({"critic": {}, "advantage": {"name": "gae"}, "loss": {"name": "ppo"}}, "name a model's folder in critic.path"),
     ],
@@ -377,12 +378,20 @@ def test_adapters_that_are_not_the_models_are_refused_before_anything_starts(tmp
     assert not run.run_dir.exists()
 
 
+def test_one_scheme_in_two_spellings_is_one(tmp_path):
+    quant = world(tmp_path, quant={"forward": "w4a16", "group_size": 32, "rollout": "w4a16:g32"}).config.quant
+    assert quant.rollout_scheme == quant.forward
+
+
 def test_a_dry_run_checks_adapters_that_are_here_and_the_scheme_of_a_released_base(tmp_path, capsys):
     run = world(tmp_path)
     assert train.main(run.changed(lora=LORA | {"init": "assets"}).command("--dry-run")) == 2
     assert "no adapter_config.json there" in capsys.readouterr().err
     assert train.main(run.changed(lora=LORA | {"init": str(tmp_path / "elsewhere")}).command("--dry-run")) == 0
     assert f"not checked: {tmp_path / 'elsewhere'} is not on this machine" in capsys.readouterr().out
+    critic = {"critic": {"lora": {"init": "assets"}}, "advantage": {"name": "gae"}, "loss": {"name": "ppo"}}
+    assert train.main(run.changed(**critic).command("--dry-run")) == 2
+    assert "no adapter_config.json there" in capsys.readouterr().err
     low = tmp_path / "low"
     export.export_model(run.config.model.path, "w8a8", low)
     assert train.main(run.changed(model={"path": str(low)}).command("--dry-run")) == 2
