@@ -229,7 +229,10 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, frozen: Any, mesh: M
     if cfg.critic.path is None:
         params, frozen = of_policy(trainable, config, params, frozen, mesh)
     else:
-        params, frozen = pieces.read(trainable, config, mesh, functools.partial(models.read_masters, cfg.critic.path))
+        read: Any = functools.partial(models.read_masters, cfg.critic.path)
+        if config.released.rules:  # decoded, because the critic computes without codes
+            read = lambda body, mesh, frozen: models.read_masters(cfg.critic.path, body, mesh)  # noqa: E731
+        params, frozen = pieces.read(trainable, config, mesh, read)
     if cfg.critic.lora is not None:
         params = united(params, _adapters(cfg.critic.lora, config, mesh, seed_of(cfg.seed, 0, "critic's adapters")))
     chosen, updates = cfg.critic.optimizer, cfg.train.total_updates

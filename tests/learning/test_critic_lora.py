@@ -13,7 +13,7 @@ import pytest
 from qarl_jax import doctor, models, train
 from qarl_jax.memory import learner as plan
 from qarl_jax.quant import QTensor
-from qarl_jax.run import build, description
+from qarl_jax.run import build, description, export
 from qarl_jax.run.checkpoint import Checkpoints
 from tests.reference import tiny
 
@@ -63,9 +63,13 @@ def test_policy_and_critic_share_one_base(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["the policy's masters", "a folder"])
+@pytest.mark.filterwarnings("ignore:.*was released quantized:UserWarning")
+@pytest.mark.parametrize("base", ["the policy's masters", "a folder", "a released folder"])
 def test_a_base_of_its_own_is_held_in_the_compute_dtype_and_planned(base, tmp_path):
-    path = str(tiny.model_folder(tmp_path / "critic", hidden=32, seed=1)) if base == "a folder" else None
+    path = None if "folder" not in base else str(tiny.model_folder(tmp_path / "critic", hidden=32, seed=1))
+    if base == "a released folder":
+        export.export_model(path, "w8a8", tmp_path / "low")
+        path = str(tmp_path / "low")
     run = world(tmp_path, lora=None, critic=PPO["critic"] | {"path": path})
     cfg = run.config
     _, (masters, _), critic = made(cfg)
