@@ -253,6 +253,8 @@ def run(
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)
+        saved = None if source is None else stamp.of(source)
+        stamp.check_adapters(cfg, saved)
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
         asked = [build.eval_prompts(each, tokenizer, _say) for each in (cfg, *more)]
@@ -260,7 +262,7 @@ def run(
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
-        numerics = None if source is None else stamp.learner_numerics(cfg, stamp.of(source))
+        numerics = None if source is None else stamp.learner_numerics(cfg, saved)
         graphdef = build.policy_graphdef(cfg, numerics)
         if scheme is None:
             graphdef = build.rollout_graphdef(cfg, graphdef)

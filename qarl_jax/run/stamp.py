@@ -87,6 +87,22 @@ def _check_base(cfg: RunConfig, found: dict[str, Any]) -> None:
         )
 
 
+def check_adapters(cfg: RunConfig, found: dict[str, Any] | None) -> None:
+    """Refuses a config whose section `lora` or frozen base is not that of a saved policy (`of`; None: unknown).
+
+    Raises:
+      UserError: names the step, and both sections.
+    """
+    if found is None:
+        return
+    was, now = (_adapters(tree, anchored=False)["lora"] for tree in (found["config"], _plain(cfg)))
+    if was != now:
+        raise UserError(
+            f"step {found['step']} saved a policy with lora: {was}, and the config has {now}; set the former."
+        )
+    _check_base(cfg, found)
+
+
 def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Reads the stamp of a saved policy, with its `step`; None if nothing is saved there.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import train
-from qarl_jax.run import config, stamp
+from qarl_jax.run import config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -121,6 +121,15 @@ def test_adapters_that_a_run_began_with_stay_where_they_are_its_reference_policy
     for other in ("other", None):
         with pytest.raises(UserError, match=r"lora rank 8, .*one -> rank 8.* would make another policy"):
             stamp.check_same_policy(of(other, 0.1), found, on_gpu=False)
+
+
+@pytest.mark.parametrize("alpha", [8, None])
+def test_a_policy_is_not_evaluated_with_other_adapters(worlds, tmp_path, alpha):
+    world = worlds["jax"].changed(run_dir=str(tmp_path / "run"))
+    save(world, STEPS, lora={"rank": 8, "alpha": 16})
+    other = world.changed(lora=alpha and {"rank": 8, "alpha": alpha}).config
+    with pytest.raises(UserError, match=r"step 2 saved a policy with lora: rank 8, alpha 16.0, and the config has"):
+        next(evaluation.run(other, source=str(world.run_dir)))
 
 
 def test_every_setting_that_makes_a_policy_is_one_of_the_config_and_is_tried_here(worlds):
