@@ -207,8 +207,9 @@ def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any
             of_sign = [i for i, advantage in enumerate(tokens["advantage"]) if advantage * sign > 0]
             at = [old[i] for i in of_sign], [ratio[i] for i in of_sign]
             beside.plot(*at, ".", color=color, markersize=2, alpha=0.5, label=words)
-        beside.set_xscale("log")
-        beside.set_yscale("log")
+        if any(tokens["advantage"]):  # without a point matplotlib draws no logarithmic axis
+            beside.set_xscale("log")
+            beside.set_yscale("log")
         beside.legend(fontsize=8, framealpha=0.7, edgecolor="none", markerscale=4)
         _dress(beside, f"{name}: ratio by probability", 9)
         beside.set_ylabel("probability after / before", fontsize=9)

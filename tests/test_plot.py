@@ -248,6 +248,14 @@ def test_tokens_are_those_of_the_last_steps_and_what_is_not_finite_is_left_out(t
     assert plot.load_tokens(tmp_path / "none") == {}
 
 
+def test_tokens_without_an_advantage_are_drawn(tmp_path):
+    """All rewards of a run are equal: no token has a sign."""
+    run = write_run(tmp_path / "a")
+    (run / "samples.jsonl").write_text(sample(20, [-1.0, -2.0], [-1.0, -2.1], 0.0) + "\n")
+    drawn = plot.draw([str(run)], tmp_path)
+    assert tmp_path / "probabilities.png" in drawn
+
+
 @pytest.mark.slow
 def test_a_run_with_tokens_gets_the_papers_two_figures(tmp_path, capsys):
     run = write_run(tmp_path / "a")
