@@ -489,6 +489,10 @@ def test_without_nccl_auto_says_why_and_goes_over_host_memory(folder, gpu, libra
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(UserError, match=r"transport=nccl is for.*different GPUs.*visible_gpus"):
         Config(transport="nccl")
+    with pytest.raises(
+        UserError, match=r"transport=nccl is for.*different GPUs.*shares_gpus=true.*: set transport=auto"
+    ):
+        Config(transport="nccl", visible_gpus="0", shares_gpus=True)
     with pytest.raises(UserError, match=r"transport=cuda_ipc needs learner and engine on one GPU.*set nccl or host"):
         Config(transport="cuda_ipc", endpoints=("tcp://h:1",), key_file="k")
     with pytest.raises(UserError, match="visible_gpus is for a bridge that the trainer starts"):

@@ -29,6 +29,7 @@ from qarl_jax.rollout.vllm import process
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_config, engine_tensors
 from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.runtime import progress
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected, free_port, killed_in_a_publish
@@ -120,6 +121,16 @@ def test_more_tokens_than_the_model_has_positions_are_refused_before_vllm_is_sta
     with engine(dataclasses.replace(FAKE, engine="vllm", max_model_len=positions + 1)) as e:
         for begin in (lambda: e.prepare(model.graphdef), lambda: e.publish(model, 0)):
             with pytest.raises(UserError, match=f"max_model_len={positions + 1} is more than the model's {positions}"):
+                begin()
+
+
+def test_device_memory_is_refused_on_a_cpu_before_vllm_is_started(monkeypatch):
+    """Also where learner and engine could share no base: these weights are in int8."""
+    monkeypatch.setattr(process.BridgeProcess, "start", lambda *args: pytest.fail("started"))
+    graphdef = weights(0).graphdef
+    with engine(dataclasses.replace(FAKE, transport="cuda_ipc")) as e:
+        for begin in (lambda: e.hold_once(graphdef, make_mesh()), lambda: e.prepare(graphdef)):
+            with pytest.raises(UserError, match=r"transport=cuda_ipc: the learner runs on cpu.*; set auto or host"):
                 begin()
 
 

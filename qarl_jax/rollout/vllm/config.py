@@ -160,6 +160,11 @@ class Config(messages.EngineOptions):
                 "rollout.engine.transport=nccl is for learner and engine on different GPUs: name the engine's in "
                 "rollout.engine.visible_gpus, or set transport=auto"
             )
+        if self.transport == "nccl" and self.shares_gpus:
+            raise UserError(
+                "rollout.engine.transport=nccl is for learner and engine on different GPUs, and shares_gpus=true says"
+                " that they share them: set transport=auto, or shares_gpus=false"
+            )
         try:
             super().__post_init__()
         except ValueError as error:

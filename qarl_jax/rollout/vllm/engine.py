@@ -240,7 +240,11 @@ class VllmEngine(RolloutEngine):
 
         Args:
           graphdef: the static half that the first `publish` will have.
+
+        Raises:
+          UserError: the engine cannot serve the model, or transport=cuda_ipc without a GPU.
         """
+        self._check_platform(jax.default_backend())
         if not self._config.started:
             return
         check_model(self._config, models.config_of(graphdef))
@@ -258,13 +262,9 @@ class VllmEngine(RolloutEngine):
             transport=cuda_ipc.
         """
         platform = mesh.devices.flat[0].platform
+        self._check_platform(platform)
         if platform not in ("cpu", "gpu") or not one_base.shareable(graphdef):
             return None
-        if platform == "cpu" and self._config.transport == "cuda_ipc":
-            raise UserError(
-                "rollout.engine.transport=cuda_ipc: the learner runs on cpu, and shares a base in the host's memory;"
-                " set auto or host"
-            )
         try:
             self._one_base = OneBase(graphdef, mesh)
         except BridgeError as error:
@@ -277,6 +277,13 @@ class VllmEngine(RolloutEngine):
             replica.bridge.base = self._one_base.places
         self._log(f"learner and engine hold the frozen base once: {self._one_base.nbytes / 2**30:.2f} GiB")
         return self._one_base
+
+    def _check_platform(self, platform: str) -> None:
+        """Refuses transport=cuda_ipc from a learner that is not on a GPU."""
+        if platform != "gpu" and self._config.transport == "cuda_ipc":
+            raise UserError(
+                f"rollout.engine.transport=cuda_ipc: the learner runs on {platform}, not on a GPU; set auto or host"
+            )
 
     def _published(self, weights: PolicyWeights) -> PolicyWeights:
         """The weights without those that a version need not bring."""
