@@ -258,12 +258,21 @@ class Knobs:
 
 def search(cfg: RunConfig, size: int, knobs: Knobs) -> tuple[Choice, Plan] | None:
     """Finds the cheapest combination of all knobs that fits; None: none does."""
-    # A knob's last choice takes the least memory: where they do not fit together, nothing does.
-    least = sum((knob[-1] for knob in (*knobs.learner, *knobs.engine)), start=Choice(settings={}))
-    smallest = _valid(cfg, least)
-    if smallest is not None and make(smallest, size).missing:
+    if all(plan is None or plan.missing for plan in _least(cfg, size, knobs)):
         return None
     return next(((choice, plan) for choice, plan in _plans(cfg, size, knobs) if not plan.missing), None)
+
+
+def _least(cfg: RunConfig, size: int, knobs: Knobs) -> Iterator[Plan | None]:
+    """Yields plans of the choices that take the least memory: where none of them fits, nothing does.
+
+    Of three choices or more this is the last. Of two it may be either: a state on the host visits the device in whole
+    groups, and masters are rounded for bfloat16 gradients.
+    """
+    ours = (knob if len(knob) == 2 else knob[-1:] for knob in knobs.learner)
+    for choice in _combined([*ours, *(knob[-1:] for knob in knobs.engine)]):
+        changed = _valid(cfg, choice)
+        yield None if changed is None else make(changed, size)
 
 
 def _plans(cfg: RunConfig, size: int, knobs: Knobs) -> Iterator[tuple[Choice, Plan]]:

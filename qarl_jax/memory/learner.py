@@ -142,20 +142,28 @@ def _bytes(structure: Any, kinds: tuple[tuple[Any, Any], ...], mesh: Mesh | Abst
     return [math.prod(shape) * dtype.itemsize for shape, (_, dtype) in zip(shapes, kinds, strict=True)]
 
 
+_CRITICS: dict[str, tuple[models.ModelConfig, Any, Any, Any]] = {}
+
+
 def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any, Any]:
     """Returns the run's critic: (config of its body, params, frozen weights that the policy lacks, optimizer state).
 
-    All but the config are shapes; reads no weights.
+    All but the config are shapes, cached as `shapes` are; reads no weights.
     """
     assert cfg.critic is not None
     body, trainable = build.critic_body(cfg, model_of(cfg)), cfg.critic.trainable
-    graphdef, whole, _ = models.split(models.abstract_model(body))
-    params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), trainable.learned(whole))
-    held = _held(trainable, graphdef, whole)
-    if cfg.critic.path is None:
-        held = cfg.trainable.learned(held)
-    transformation = leafwise.Optimizer(cfg.critic.optimizer, cfg.train.total_updates)
-    return body, params, held, jax.eval_shape(transformation.init, params)
+    optimizer = dataclasses.replace(cfg.critic.optimizer, offload=False)
+    depends = trainable, cfg.trainable, cfg.critic.path, optimizer, cfg.train.total_updates
+    key = repr((dataclasses.replace(body, remat="full"), *depends))
+    if key not in _CRITICS:
+        graphdef, whole, _ = models.split(models.abstract_model(body))
+        params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), trainable.learned(whole))
+        held = _held(trainable, graphdef, whole)
+        if cfg.critic.path is None:
+            held = cfg.trainable.learned(held)
+        transformation = leafwise.Optimizer(optimizer, cfg.train.total_updates)
+        _CRITICS[key] = body, params, held, jax.eval_shape(transformation.init, params)
+    return body, *_CRITICS[key][1:]
 
 
 def _widths(model: models.ModelConfig) -> tuple[int, int, int, int]:

@@ -1,0 +1,42 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that a refused run is offered: they fit, and no others that fit are cheaper."""
+
+import itertools
+
+from qarl_jax import train
+from qarl_jax.memory import learner
+from qarl_jax.models import published
+from qarl_jax.run import config
+
+GIB = 2**30
+
+
+def dry_run(name, arm, gpus, gb, *more):
+    rows = f"train.micro_batch_rows={gpus}"
+    size = ("--dry-run", "--gpus", str(gpus), "--gpu-gb", str(gb))
+    return train.main(["--config", f"configs/{name}.yaml", f"arm={arm}", *size, rows, *more])
+
+
+def test_a_run_whose_least_choices_do_not_fit_together_is_offered_what_fits(capsys):
+    """PPO: a critic's state takes more on its way from the host where activations leave less room that it can use."""
+    run = ("papers/qurl_ppo_gsm8k", "bf16", 3, 22)
+    assert dry_run(*run) == 2
+    advised = capsys.readouterr().err.split("It fits with: ")[1].split()
+    assert advised == ["optimizer.moment_dtype=bfloat16", "optimizer.second_moment_dtype=bfloat16"]
+    assert dry_run(*run, *advised) == 0
+
+
+def test_a_critic_s_shapes_are_made_once_for_all_settings_that_they_do_not_depend_on(monkeypatch):
+    made, make = [], learner.critic.init_params
+    monkeypatch.setattr(learner.critic, "init_params", lambda *args: made.append(args) or make(*args))
+    monkeypatch.setattr(learner, "_CRITICS", {})
+    with published.folder("models/Qwen2.5-0.5B-Instruct") as folder:
+        for remat, offload, rate in itertools.product(("full", "dots"), ("true", "false"), ("1e-5", "2e-5")):
+            words = [f"model.path={folder}", f"model.remat={remat}", "mesh.fsdp=1", f"optimizer.offload={offload}"]
+            words += [f"critic.optimizer.offload={offload}", f"optimizer.lr={rate}"]
+            cfg = config.load("configs/papers/qurl_ppo_gsm8k.yaml", ["arm=bf16", *words])
+            assert learner.abstract_critic(cfg)[0].remat == remat
+        assert len(made) == 1
+        learner.abstract_critic(config.replaced(cfg, {"critic.optimizer.moment_dtype": "int8"}))
+    assert len(made) == 2
