@@ -137,14 +137,28 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
 
     An engine is spread over several GPUs where no other settings fit.
     """
+    found = _smaller(cfg, size)
+    return None if found is None else found.settings
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remedy:
+    """Settings under which a run fits, and the price of its step with them in seconds (`Cost.price`), estimated."""
+
+    settings: dict[str, Any]
+    price: float
+
+
+def _smaller(cfg: RunConfig, size: int) -> _Remedy | None:
+    """Finds what `smaller` returns, with its price."""
     given, cfg = cfg, on_a_gpu(with_engines(cfg))
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
         wider = _wider(given)
         if wider is None:
             return None
-        rest = smaller(replaced(given, wider), size)
-        return None if rest is None else wider | rest
+        more = _smaller(replaced(given, wider), size)
+        return None if more is None else _Remedy(wider | more.settings, more.price)
     changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
     engine = cfg.rollout.engine
     if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
@@ -157,7 +171,7 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
         less = _valid(cfg, Choice(settings=rest))
         if key not in _NEEDED_BY and less is not None and fits(less, size):
             changed = rest
-    return changed
+    return _Remedy(changed, costs.step_seconds(cfg) + found[0].cost.price)
 
 
 def _wider(cfg: RunConfig) -> dict[str, Any] | None:
@@ -182,31 +196,39 @@ _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing
 
 
 def refusal(cfg: RunConfig, size: int) -> str:
-    """Returns the error message of a run that does not fit: the missing memory, and overrides that make it fit."""
+    """Returns the error message of a run that does not fit: the missing memory, and overrides that make it fit.
+
+    Of settings on all devices and on fewer, the cheaper ones are named.
+    """
     placed = on_a_gpu(with_engines(cfg))
     plans = [plan for _, plan in _plans(placed, size, automatic(placed, size))]
-    overrides = smaller(cfg, size)
-    if overrides is None:
-        advice = _on_fewer(cfg, size)
+    found = [remedy for remedy in (_smaller(cfg, size), _on_fewer(cfg, size)) if remedy is not None]
+    if not found:
+        advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
     else:
-        _, plan = settle(replaced(cfg, overrides), size)
-        assert plan is not None
-        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {' '.join(words(overrides))}"
+        overrides = min(found, key=lambda remedy: remedy.price).settings
+        advice = f"It fits with: {' '.join(words(overrides))}"
+        if "mesh.fsdp" in overrides:
+            advice = f"{_undivided(cfg)[0].capitalize()}. {advice}"
+        else:
+            _, plan = settle(replaced(cfg, overrides), size)
+            assert plan is not None
+            advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. {advice}"
     return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
 
 
-def _on_fewer(cfg: RunConfig, size: int) -> str:
-    """Advises a run that no settings fit: fewer devices, if the weights divide over these alone, or more memory."""
+def _on_fewer(cfg: RunConfig, size: int) -> _Remedy | None:
+    """Finds settings on fewer devices, if the weights divide over these alone; None: they do not, or nothing fits."""
     count, least = _divisors(cfg)
-    if least < count:
-        rows = max(1, cfg.train.micro_batch_rows // (least * cfg.mesh.data)) * least * cfg.mesh.data
-        mesh = dataclasses.replace(cfg.mesh, fsdp=least)
-        with contextlib.suppress(UserError):  # engines on GPUs that the config names may not go with fewer
-            fewer = dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, micro_batch_rows=rows))
-            if (rest := {} if fits(fewer, size) else smaller(fewer, size)) is not None:
-                settings = {"mesh.fsdp": least, "train.micro_batch_rows": rows} | rest
-                return f"{_undivided(cfg)[0].capitalize()}. It fits with: {' '.join(words(settings))}"
-    return "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
+    if least == count:
+        return None
+    rows = max(1, cfg.train.micro_batch_rows // (least * cfg.mesh.data)) * least * cfg.mesh.data
+    mesh = dataclasses.replace(cfg.mesh, fsdp=least)
+    with contextlib.suppress(UserError):  # engines on GPUs that the config names may not go with fewer
+        fewer = dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, micro_batch_rows=rows))
+        if (rest := _smaller(fewer, size)) is not None:
+            return _Remedy({"mesh.fsdp": least, "train.micro_batch_rows": rows} | rest.settings, rest.price)
+    return None
 
 
 def _divisors(cfg: RunConfig) -> tuple[int, int]:

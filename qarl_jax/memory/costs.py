@@ -12,8 +12,9 @@ import dataclasses
 import functools
 
 from qarl_jax.memory import learner
-from qarl_jax.memory.engine import at_once, published_bytes
+from qarl_jax.memory.engine import at_once, published_bytes, share
 from qarl_jax.observe import flops
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 
 LEARNER_FLOPS = 350e12  # per second and GPU, forward and backward
@@ -62,6 +63,18 @@ def update_seconds(cfg: RunConfig) -> float:
     return total / LEARNER_FLOPS / learner.planned_mesh(cfg).size
 
 
+def step_seconds(cfg: RunConfig) -> float:
+    """Estimates the seconds of a step without the costs of its memory settings: its updates, and vLLM's tokens."""
+    if not isinstance(cfg.rollout.engine, VllmConfig):
+        return update_seconds(cfg)
+    rounds = -(-share(cfg) // at_once(cfg))
+    return update_seconds(cfg) + rounds * cfg.rollout.max_response_len * _token_seconds(cfg)
+
+
+def _token_seconds(cfg: RunConfig) -> float:
+    return published_bytes(cfg) / DECODE_BYTES + LAUNCH_S
+
+
 def remat_seconds(cfg: RunConfig, policy: str) -> float:
     """Estimates the seconds per step that recomputation adds; a forward is a third of an update."""
     return update_seconds(cfg) * REPEATED[policy] / 3
@@ -77,8 +90,7 @@ def waiting_seconds(cfg: RunConfig, cached: int) -> float:
     """Estimates the seconds per step that sequences wait, if the KV cache holds `cached` of full length."""
     if cached >= at_once(cfg):
         return 0.0
-    token = published_bytes(cfg) / DECODE_BYTES + LAUNCH_S
-    return (at_once(cfg) / cached - 1) * cfg.rollout.max_response_len * token
+    return (at_once(cfg) / cached - 1) * cfg.rollout.max_response_len * _token_seconds(cfg)
 
 
 def staging_seconds(cfg: RunConfig, buffers: int | None) -> float:

@@ -114,13 +114,20 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
     return sequences * blocks * BLOCK * model.num_layers * 2 * heads * model.head_dim * 2
 
 
-def at_once(cfg: RunConfig) -> int:
-    """The most sequences that one engine decodes at once; the engines of all processes share a step's sequences."""
+def share(cfg: RunConfig) -> int:
+    """Sequences of a step that one engine samples; the engines of all processes share them."""
     engine = cfg.rollout.engine
     assert isinstance(engine, VllmConfig)
     sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
     engines = processes.planned(cfg.distributed) * max(1, engine.started + len(engine.endpoints))
-    return min(engine.max_num_seqs, -(-sequences // engines))
+    return -(-sequences // engines)
+
+
+def at_once(cfg: RunConfig) -> int:
+    """The most sequences that one engine decodes at once."""
+    engine = cfg.rollout.engine
+    assert isinstance(engine, VllmConfig)
+    return min(engine.max_num_seqs, share(cfg))
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:

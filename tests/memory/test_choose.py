@@ -4,8 +4,10 @@
 
 import itertools
 
+import pytest
+
 from qarl_jax import train
-from qarl_jax.memory import learner
+from qarl_jax.memory import choose, learner
 from qarl_jax.models import published
 from qarl_jax.run import config
 
@@ -18,8 +20,31 @@ def dry_run(name, arm, gpus, gb, *more):
     return train.main(["--config", f"configs/{name}.yaml", f"arm={arm}", *size, rows, *more])
 
 
-def test_a_run_whose_least_choices_do_not_fit_together_is_offered_what_fits(capsys):
+ROUNDED = ("papers/qurl_dapo_7b", "bf16", 6, 79.1)  # fits six with bfloat16 masters
+FASTER = ("gpu/recipes", "1x48", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "advised"),
+    [
+        (ROUNDED, "mesh.fsdp=4 train.micro_batch_rows=4"),
+        ((*FASTER, 28, "model.remat=none"), "mesh.fsdp=2 train.micro_batch_rows=2 model.remat=mixer"),
+        ((*FASTER, 34, "model.remat=none"), "model.remat=mixer"),
+    ],
+    ids=["without rounding", "faster on two", "faster on three"],
+)
+def test_fewer_gpus_are_offered_where_settings_on_all_of_them_are_dearer(run, advised, capsys):
+    assert dry_run(*run) == 2
+    said = capsys.readouterr().err
+    assert said.strip().endswith(f"It fits with: {advised}")
+    assert ("Weights divide over" in said) == ("mesh.fsdp" in advised)
+    assert dry_run(*run, *advised.split()) == 0
+
+
+def test_a_run_whose_least_choices_do_not_fit_together_is_offered_what_fits(monkeypatch, capsys):
     """PPO: a critic's state takes more on its way from the host where activations leave less room that it can use."""
+    monkeypatch.setattr(choose, "_on_fewer", lambda *_: None)
     run = ("papers/qurl_ppo_gsm8k", "bf16", 3, 22)
     assert dry_run(*run) == 2
     advised = capsys.readouterr().err.split("It fits with: ")[1].split()
