@@ -386,12 +386,14 @@ def _offload(cfg: RunConfig, owner: str) -> Knob:
 
 
 def _rows(cfg: RunConfig) -> Knob:
-    """Fewer rows in a micro-batch, as many as the mesh divides."""
-    sizes = dataclasses.asdict(cfg.mesh)
-    shards, rows = max(1, sizes["data"] * sizes["fsdp"]), [cfg.train.micro_batch_rows]
-    while rows[-1] % 2 == 0 and rows[-1] // 2 % shards == 0:
-        rows.append(rows[-1] // 2)
-    return [Choice(settings={"train.micro_batch_rows": n}, cost=Cost(seconds=0.1 * i)) for i, n in enumerate(rows)]
+    """Fewer rows in a micro-batch, as many on each device."""
+    shards = max(1, cfg.mesh.data * cfg.mesh.fsdp)
+    each = [cfg.train.micro_batch_rows // shards]
+    while each[-1] > 1:
+        each.append(each[-1] // 2)
+    return [
+        Choice(settings={"train.micro_batch_rows": n * shards}, cost=Cost(seconds=0.1 * i)) for i, n in enumerate(each)
+    ]
 
 
 def _code_flips() -> Knob:

@@ -52,6 +52,15 @@ def test_a_run_whose_least_choices_do_not_fit_together_is_offered_what_fits(monk
     assert dry_run(*run, *advised) == 0
 
 
+@pytest.mark.slow
+def test_fewer_rows_are_offered_on_gpus_that_are_no_power_of_two(monkeypatch, capsys):
+    """Eight rows on three GPUs are refused; nine are what the message names, and one a GPU is what fits."""
+    monkeypatch.setattr(choose, "_on_fewer", lambda *_: None)
+    run = ("gpu/recipes", "1x24", 3, 30, "model.remat=none", "train.micro_batch_rows=9")
+    assert dry_run(*run) == 2
+    assert capsys.readouterr().err.strip().endswith("It fits with: train.micro_batch_rows=3")
+
+
 def test_a_critic_s_shapes_are_made_once_for_all_settings_that_they_do_not_depend_on(monkeypatch):
     made, make = [], learner.critic.init_params
     monkeypatch.setattr(learner.critic, "init_params", lambda *args: made.append(args) or make(*args))
