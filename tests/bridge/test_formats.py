@@ -88,11 +88,13 @@ class TestEveryScheme:
     @pytest.mark.parametrize("poison", [np.nan, np.inf, 0.0, -1.0])
     def test_a_scale_that_is_not_finite_and_positive_is_refused(self, config, poison):
         held, _ = arrays(config)
-        scales = held["scales"].copy()
-        scales[3, 0] = poison
-        with pytest.raises(BridgeError, match=NAME) as error:
-            formats.pack(NAME, held | {"scales": scales}, config.wire)
-        assert error.value.code == "tensor"
+        for array in config.wire.arrays:
+            if array.is_scale:
+                scales = held[array.name].copy()
+                scales[-1, 0] = poison
+                with pytest.raises(BridgeError, match=NAME) as error:
+                    formats.pack(NAME, held | {array.name: scales}, config.wire)
+                assert error.value.code == "tensor"
 
     def test_wrong_dtypes_shapes_and_missing_tensors_are_refused_by_name(self, config):
         held, _ = arrays(config)
