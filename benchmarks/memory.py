@@ -105,7 +105,7 @@ CASES = (
     dataclasses.replace(LONG_ROW, master="float32", offload=True),
     dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment
 )
-# The gradient of Qwen3-30B-A3B on two cards, of which `benchmarks.step_gpu --cards 2` makes two or more updates a step.
+# The gradient of Qwen3-30B-A3B on two GPUs, of which `benchmarks.step_gpu --cards 2` makes two or more updates a step.
 _MOE = Setting(model="30b-a3b", scheme="w4a16", rows=64, seq=1088, optimizer="muon", moments="int8", cards=2)
 MOE_CASES = tuple(
     dataclasses.replace(_MOE, offload=True, scheme=scheme, rows=rows, remat=remat, engine=engine)
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="")
     parser.add_argument("--measure", action="store_true", help="run MEASURED on the GPU that is here")
     parser.add_argument("--only", type=int, nargs="*", help="measure these of MEASURED only; default: all")
-    parser.add_argument("--moe", action="store_true", help="compile MOE_CASES, for two cards, instead of CASES")
+    parser.add_argument("--moe", action="store_true", help="compile MOE_CASES, for two GPUs, instead of CASES")
     parser.add_argument("--cases", type=int, nargs="*", help="compile these of them only; default: all")
     args, more = parser.parse_known_args(argv)
     if args.measure:

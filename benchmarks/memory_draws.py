@@ -6,12 +6,12 @@
     python -m benchmarks.memory_draws run draws.jsonl --only 0 1 2 > results.jsonl
     python -m benchmarks.memory_draws compile draws.jsonl > compiled.jsonl
 
-`draw` needs no GPU if it is told how large the card is (--card-gb): it draws settings until it has `count` that the
+`draw` needs no GPU if it is told how large the GPU is (--card-gb): it draws settings until it has `count` that the
 plan calls fitting and `count` that it does not, and prints each as a line of JSON. `run` runs them: a fitting one must
 make a step, one that does not fit must be refused, with exit code 2, before anything is loaded. Each line of the
-results says what happened, after how many seconds, and how much of the card was in use at most. `compile` needs no GPU
+results says what happened, after how many seconds, and how much of the GPU was in use at most. `compile` needs no GPU
 either, but jax's CUDA plugin, as benchmarks/memory.py says. It compiles what a step of each fitting draw runs, for a
-card that is absent, and sets the most that XLA holds beside the plan and beside what JAX takes of the card.
+GPU that is absent, and sets the most that XLA holds beside the plan and beside what JAX takes of the GPU.
 
 DIR holds config.json, a tokenizer, prompts.jsonl ({"prompt", "answer"}) and reward.py with `graded`, as
 `benchmarks.random_folder` makes it; without safetensors the runs draw random weights.

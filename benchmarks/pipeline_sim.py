@@ -5,7 +5,7 @@
     python -m benchmarks.pipeline_sim --metrics runs/quickstart/metrics.jsonl --measured-on 1 --cards 8
 
 reads the seconds of each step's phases of a run that waits (`train.asynchronous` off), and answers, for every split of
-the cards between sampler and learner and for several `max_staleness`, how long a step takes in the mean. It is the
+the GPUs between sampler and learner and for several `max_staleness`, how long a step takes in the mean. It is the
 schedule of `qarl_jax/rollout/asynchronous.py` as a recurrence, with R_s and L_s the seconds that the batch of step s
 takes to sample and to train on, and P those of a publish:
 
@@ -15,9 +15,9 @@ takes to sample and to train on, and P those of a publish:
     published(v)  learned(v - 1), then the wait of the sampler's schedule, then P
 
 At `in flight` a version comes in at once, and costs the sampler P; `between batches` it waits for the batch in hand;
-in `lockstep` for the batch of step v - 1 + k. k = 0 is the run that waits: it alone may use all cards for both phases.
+in `lockstep` for the batch of step v - 1 + k. k = 0 is the run that waits: it alone may use all GPUs for both phases.
 
-What is assumed: each phase takes as long on n cards as on one divided by n, up to `--overhead` (a share that does not
+What is assumed: each phase takes as long on n GPUs as on one divided by n, up to `--overhead` (a share that does not
 shrink, of either); the times are those of the run in their order, over and over; and interruptions do not slow
 sampling down.
 """
@@ -146,11 +146,11 @@ def table(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_sim", description=__doc__.split("\n")[0])
     parser.add_argument("--metrics", required=True, help="metrics.jsonl of a run that waits")
-    parser.add_argument("--measured-on", type=int, default=1, help="cards that this run had")
+    parser.add_argument("--measured-on", type=int, default=1, help="GPUs that this run had")
     parser.add_argument("--cards", type=int, default=8)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--order", choices=ORDERS, default="between batches")
-    parser.add_argument("--overhead", type=float, default=0.0, help="share of a phase that more cards do not shorten")
+    parser.add_argument("--overhead", type=float, default=0.0, help="share of a phase that more GPUs do not shorten")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     sampling, learning, publish = measured(args.metrics)
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(rows))
         return 0
     print(
-        f"{len(sampling)} steps on {args.measured_on} card(s): sampling {sampling.mean():.2f} s"
+        f"{len(sampling)} steps on {args.measured_on} GPU(s): sampling {sampling.mean():.2f} s"
         f" (sd {sampling.std():.2f}), learning {learning.mean():.2f} s, publish {publish:.2f} s; {args.order}\n"
     )
     print("| sampler | learner | staleness | s per step | speed-up |\n|---|---|---|---|---|")

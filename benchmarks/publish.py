@@ -41,7 +41,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine shares the card
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine shares the GPU
 
 import jax
 import numpy as np

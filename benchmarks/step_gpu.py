@@ -25,8 +25,8 @@ AdamW, gradient norms clipped at 0.2, tokens of an update weighted alike).
 `--batch` responses of `--response-len` tokens make `--updates` updates. The first step warms up; the line of JSON holds
 means over the `--steps` after it: tokens per second of the sampler and of the step, seconds per phase (`time/*`), k3
 between sampler and learner, how many of the compared tokens have another log-prob in the learner, the share of
-sequences that TBPO drops (after the first update), and what the card's plan said beside the most that JAX held on each
-card (`learner_gib`) and that all processes together did (`most_used_gib`). A run that is cut short after its second
+sequences that TBPO drops (after the first update), and what the plan said beside the most that JAX held on each
+GPU (`learner_gib`) and that all processes together did (`most_used_gib`). A run that is cut short after its second
 step still says what its steps did. `--arithmetic` is as in rollout.engine, and the line names it. A random policy shows
 every difference: its k3 is no trained model's. `--proximal learner` scores old log-probs in a pass before the updates,
 where an aligned run takes the sampler's (`train.proximal`).
@@ -182,7 +182,7 @@ def fitting(words: list[str], size: int | None) -> list[str]:
         return words
     advised = choose.savings(cfg, size)
     if advised is None:
-        raise UserError("this case does not fit the card, and no settings were found that do")
+        raise UserError("this case does not fit the GPU, and no settings were found that do")
     return [*words, *advised]
 
 

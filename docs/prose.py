@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPENING = re.compile(r"(What|Who|Whose|Of|Where|Which|How|Those|Whether)\b|Attributes:|Args:")
+OPENING = re.compile(r"(What|Who|Whose|Of|Where|Which|How|Why|Those|Whether)\b|Attributes:|Args:")
 WORDS = {
     r"\bunequal tokens?\b": "first mismatch, mismatched token",
     r"\bmixtures? of experts\b|\ba mixture\b|\bmixture's\b": "MoE model",
@@ -49,24 +49,31 @@ CLEAN: tuple[str, ...] = (
     "bridge/qarl_bridge/server",
     "bridge/qarl_bridge/transport",
     "configs/README.md",
+    "docs/adding.md",
     "docs/api.md",
     "docs/asynchronous.md",
     "docs/comparison.md",
     "docs/concepts/engines.md",
     "docs/concepts/grids.md",
     "docs/concepts/verification.md",
+    "docs/distillation.md",
     "docs/faults.md",
     "docs/glossary.md",
     "docs/index.md",
     "docs/install.md",
+    "docs/operate.md",
     "docs/operations/advise.md",
+    "docs/operations/masters.md",
     "docs/operations/multi-host.md",
+    "docs/operations/overlap.md",
     "docs/operations/performance.md",
     "docs/operations/steps.md",
+    "docs/options.md",
     "docs/promises.md",
     "docs/qat.md",
     "docs/rewards.md",
     "docs/schemes.md",
+    "docs/suites.md",
     "docs/tests.md",
     "docs/tour.md",
     "qarl_jax/__init__.py",

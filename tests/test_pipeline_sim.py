@@ -51,7 +51,7 @@ def test_the_table_says_what_a_split_of_the_cards_buys(tmp_path, capsys):
     path.write_text("".join(json.dumps({"step": i, **record}) + "\n" for i in range(41)))
     assert pipeline_sim.main(["--metrics", str(path), "--cards", "4", "--staleness", "1", "--json"]) == 0
     rows = {(row["sampler"], row["k"]): row for row in json.loads(capsys.readouterr().out)}
-    assert rows[4, 0]["step_s"] == pytest.approx(20)  # both phases on four cards, one after the other
+    assert rows[4, 0]["step_s"] == pytest.approx(20)  # both phases on four GPUs, one after the other
     assert rows[3, 1]["step_s"] == pytest.approx(20)  # 60 / 3 beside 20 / 1: nothing is lost, nothing won
     assert rows[2, 1]["step_s"] == pytest.approx(30)
     assert pipeline_sim.main(["--metrics", str(path), "--cards", "4", "--staleness", "1", "--overhead", "0.5"]) == 0

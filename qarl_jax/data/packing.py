@@ -37,7 +37,7 @@ class Segment:
 
     Attributes:
       group, sample: the response is groups[group].completions[sample].
-      row: row of the batch; number: its value in segment_ids (1..).
+      row: row of the batch; number: the response's value in segment_ids, from 1.
       start: position of the prompt's first token; prompt_len, response_len: tokens of either.
       version: oldest policy version its tokens were drawn under.
     """

@@ -180,7 +180,7 @@ class _Lines:
     def __init__(self, total_steps: int | None, stream: Any):
         self._total, self._stream = total_steps, stream
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(progress.told(self.say))
+        self._stack.enter_context(progress.reporting(self.say))
 
     def show(self, record: Mapping[str, Any]) -> None:
         self.say(summary_line(record, self._total))

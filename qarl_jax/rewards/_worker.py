@@ -50,7 +50,7 @@ def main() -> None:
     try:
         grade = graders[kind](timeout_s, setup)
     except BaseException as error:
-        print(json.dumps({"error": told(error)}), file=pipe, flush=True)
+        print(json.dumps({"error": message_of(error)}), file=pipe, flush=True)
         return
     limit_memory(memory_mb)
     if kind in ("math", "gym"):
@@ -70,7 +70,7 @@ def main() -> None:
         except MemoryError:
             os._exit(3)
         except BaseException as error:  # sys.exit() in a user's function among them
-            answer = {"score": 0.0, "error": told(error)}
+            answer = {"score": 0.0, "error": message_of(error)}
         if os.getpid() != mine:
             os._exit(0)  # a copy that the task made of this process: only one may answer
         faulthandler.cancel_dump_traceback_later()
@@ -78,7 +78,7 @@ def main() -> None:
     end_group()
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Returns the message of an error, cut after 400 characters."""
     text = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
     return text if len(text) <= 400 else f"{text[:400]}..."

@@ -128,7 +128,7 @@ class Observations:
         self._known.add(role)
 
     def _fault(self, role: str) -> str:
-        """Why the template cannot go on with a message of a role; empty where it can."""
+        """Returns the reason why the template cannot go on with a message of a role; empty where it can."""
         try:
             found = _OBSERVED in self._behind([{"role": role, "content": _OBSERVED}])
         except UserError as error:

@@ -50,7 +50,7 @@ def watch() -> None:
     watcher = _Watcher(state.process_id, state.num_processes, sockets)
     atexit.register(watcher.leave)
     at_error.append(watcher.fail)
-    sys.excepthook = watcher.told(sys.excepthook)
+    sys.excepthook = watcher.excepthook(sys.excepthook)
     watcher.start()
 
 
@@ -164,8 +164,8 @@ class _Watcher(threading.Thread):
             with contextlib.suppress(OSError):
                 peer.sendall(word)
 
-    def told(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """`sys.excepthook` of a run: what another's end has caused is not told."""
+    def excepthook(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Wraps `sys.excepthook` so that an error which another process's end caused is not printed."""
 
         def tell(*error: Any) -> None:
             time.sleep(1)  # a collective fails before the end of its partner is seen

@@ -111,7 +111,7 @@ def renderable() -> Any:
 
 
 @contextlib.contextmanager
-def told(say: Callable[[str], None]) -> Iterator[None]:
+def reporting(say: Callable[[str], None]) -> Iterator[None]:
     """Calls `say` with lines about long tasks while the block runs; of tasks with one name only the first counts."""
     over = threading.Event()
     due: dict[str, tuple[Task, float]] = {}
@@ -139,7 +139,7 @@ def shown(stream: Any = None) -> Iterator[None]:
     """Shows the running tasks on `stream` (None: standard error) during the block: bars in a terminal, else lines."""
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
-        with told(lambda line: print(line, file=stream, flush=True)):
+        with reporting(lambda line: print(line, file=stream, flush=True)):
             yield
         return
     from rich.console import Console

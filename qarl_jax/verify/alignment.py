@@ -146,7 +146,7 @@ def judge(pair: Pair) -> Alignment:
 
 
 def _of_the_engine(engine: VllmConfig, facts: Facts | None) -> tuple[str, str] | None:
-    """Why an engine is not batch-invariant, and what to do; None: it is."""
+    """Returns why an engine is not batch-invariant, and what to do; None: it is."""
     if engine.engine == "fake" or (facts is not None and facts.execution == "none"):
         return "this engine computes nothing", "set rollout.engine.engine=vllm"
     if engine.arithmetic == "vllm":
@@ -158,7 +158,7 @@ def _of_the_engine(engine: VllmConfig, facts: Facts | None) -> tuple[str, str] |
 
 
 def _of_the_learner(pair: Pair) -> tuple[str, str] | None:
-    """Why a learner does not compute as a batch-invariant engine, and what to do; None: it does."""
+    """Returns why a learner does not compute as a batch-invariant engine, and what to do; None: it does."""
     if pair.dtype != "bfloat16":
         return f"the learner computes in {pair.dtype}, vLLM in bfloat16 (model.dtype)", "set model.dtype=bfloat16"
     if pair.numerics.profile == "plain":

@@ -548,7 +548,7 @@ def test_an_address_where_nobody_listens_is_spoken_of_with_the_most_that_is_wait
     messages.create_key(str(key))
     config = Config(endpoints=(str(tmp_path / "mistyped"),), key_file=str(key), start_timeout_s=1.0)
     refused = pytest.raises(UserError, match=r"nobody is listening .*waited 1 s")
-    with engine(config) as e, refused, progress.told(said.append):
+    with engine(config) as e, refused, progress.reporting(said.append):
         e.publish(weights(), 0)
     where = f"{tmp_path}/mistyped (rollout.engine.endpoints)"
     assert said[0] == f"waiting for the bridge at {where} to answer, 1 s at most (rollout.engine.start_timeout_s): 0 s"

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The card's plan: a run that does not fit is refused before anything is loaded, with settings that fit."""
+"""The plan of a GPU: a run that does not fit is refused before anything is loaded, with settings that fit."""
 
 import dataclasses
 import itertools

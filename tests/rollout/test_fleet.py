@@ -262,7 +262,7 @@ def test_when_none_is_left_the_first_one_says_why():
 
 
 def test_an_engine_of_ours_that_cannot_start_ends_the_run_at_its_start_and_is_not_waited_for_later(monkeypatch):
-    """Half of the engines is half of what was asked for; on a card without room one never starts."""
+    """Half of the engines is half of what was asked for; on a GPU without room one never starts."""
 
     def refusing(engine, tried):
         def connect(*args):

@@ -434,7 +434,7 @@ class Published(_Message):
 
 
 class ReadBackReply(_Message):
-    """The numbers of weights and input rows that a read-back compared and found equal; a difference is an Error."""
+    """The numbers of weights and input rows that a read-back compared and found equal; Error answers a difference."""
 
     weights: Count
     rows: Count

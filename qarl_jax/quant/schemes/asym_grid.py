@@ -152,7 +152,7 @@ class Config(Scheme):
 
     @property
     def middle(self) -> int:
-        """The offset of a slice's value from its first 8-bit code: half its codes for `midpoint`, else 0."""
+        """The 8-bit codes between the first of a slice's code and the one that it stands for: half of them, or 0."""
         return 2 ** (7 - self.bits) if self.slices == "midpoint" and self.bits < 8 else 0
 
     @property

@@ -140,7 +140,7 @@ class Verifiers(Config):
 
     Attributes:
       id: name of an installed environment, as `verifiers.load_environment` takes it.
-      arguments: its keyword arguments.
+      arguments: keyword arguments of the environment.
     """
 
     id: str

@@ -172,7 +172,7 @@ class Host:
             try:
                 said = episode.answer(call)
             except BaseException as error:
-                said = {"error": told(error)}
+                said = {"error": message_of(error)}
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # closed
                     stream.flush()
@@ -244,7 +244,7 @@ def clean(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def told(error):
+def message_of(error):
     """Describes an exception in one line, with the file and line that raised it."""
     try:
         text = str(error)

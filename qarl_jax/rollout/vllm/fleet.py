@@ -295,7 +295,7 @@ class Fleet:
             self._log(f"{replica.name} is left out: {error}")
 
     def _why(self) -> Exception:
-        """Why nobody serves."""
+        """Describes why no engine serves."""
         for replica in self.replicas:
             if replica.error is not None:
                 return replica.error
