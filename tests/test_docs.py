@@ -541,3 +541,14 @@ def test_from_readme_and_index_a_newcomer_knows_the_words():
     }.items():
         assert re.search(rf"\*\*{word}\w*\*\*", text), word
         assert part in text, word
+
+
+def test_no_function_outside_of_kernels_is_over_80_lines():
+    def long(file):
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, functions)]
+        return [f"{file}:{node.lineno} {node.name}" for node in nodes if node.end_lineno - node.lineno >= 80]
+
+    files = [*ROOT.glob("qarl_jax/**/*.py"), *ROOT.glob("bridge/qarl_bridge/**/*.py")]
+    assert len(files) > 300
+    assert [found for file in files if "kernels" not in file.parts for found in long(file)] == []

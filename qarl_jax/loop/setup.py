@@ -24,6 +24,7 @@ from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
 from qarl_jax.observe import phases, recorder, terminal
 from qarl_jax.rollout import partial_rollouts
+from qarl_jax.rollout.asynchronous import Schedule
 from qarl_jax.run import build, config, evaluation, reference, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
@@ -105,21 +106,7 @@ class Run:
         self.updates = Updates(
             cfg, self.learner, self.publisher, self.timer, reference=scores, critic=self.critic, say=say
         )
-        behind = self.timer if schedule is None else phases.PhaseTimer(beside=self.timer)  # each thread has its own
-        self.collector: Collector | Ahead = Collector(
-            cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, behind
-        )
-        if schedule is not None:
-            self.collector = Ahead(
-                self.collector,
-                schedule,
-                self.stream,
-                timer=self.timer,
-                behind=behind,
-                first=self.start,
-                state=extra.get("ahead"),
-            )
-            stack.enter_context(contextlib.closing(self.collector))
+        self.collector = self._make_collector(schedule, buffer, extra.get("ahead"), stack)
         with self._starting.span("publish"):
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
@@ -130,6 +117,19 @@ class Run:
         self._at_start = self._measured(0) if cfg.eval.at_start and self.start == 0 else None
         if self._at_start is not None:
             self._tell(0, self._at_start)
+
+    def _make_collector(
+        self, schedule: Schedule | None, buffer: partial_rollouts.Buffer, state: Any, stack: contextlib.ExitStack
+    ) -> Collector | Ahead:
+        """Makes the collector; with a schedule it samples ahead, in a thread. state: a checkpoint's, or None."""
+        behind = self.timer if schedule is None else phases.PhaseTimer(beside=self.timer)  # each thread has its own
+        collector = Collector(
+            self.cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, behind
+        )
+        if schedule is None:
+            return collector
+        ahead = Ahead(collector, schedule, self.stream, timer=self.timer, behind=behind, first=self.start, state=state)
+        return stack.enter_context(contextlib.closing(ahead))
 
     def _resume(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         """Restores the newest checkpoint, and returns its JSON; empty: there is none. saved: its stamp."""

@@ -2,7 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of a learner at the fullest moment of an update, computed from shapes alone; no array is made.
 
-parts(cfg, per_device=True)       # {"masters": ..., "optimizer": ..., "gradients": ..., ...}
+    parts(cfg, per_device=True)       # {"masters": ..., "optimizer": ..., "gradients": ..., ...}
+
+**Moments of an update.** The peak is in one of three. The layers' backward holds the saved activations, one layer's own
+and all gradients. With bfloat16 gradients it also holds the head's float32 sum, and a rounded copy of float32 masters
+that the forward reads. The log-probs' backward holds a chunk of float32 logits and the head's float32 gradient, before
+and after the chunk. A tied embedding's is there once more where micro-batches are summed. One of these gradients is
+the result itself, if gradients are float32. The layers' gradients, still zero, are allocated by then. The forward of
+log-probs has the largest chunk (`logprob_moments`), and no gradients beside an accumulator. "log-prob chunk" is what
+these moments need beyond the first.
+
+An optimizer update in a program of its own is a fourth moment: after several micro-batches, or with an optimizer state
+on the host. Activations are freed then, and the update's temporaries (`update_scratch`) are allocated.
+"update (estimate)" is what this moment needs beyond the others.
 """
 
 from __future__ import annotations
@@ -364,19 +376,7 @@ def update_parts(
     decoded: int = 0,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> dict[str, int]:
-    """Counts bytes by part at the peak of an update.
-
-    The peak is in one of three moments. The layers' backward holds the saved activations, one layer's own and all
-    gradients. With bfloat16 gradients it also holds the head's float32 sum, and a rounded copy of float32 masters that
-    the forward reads. The log-probs' backward holds a chunk of float32 logits and the head's float32 gradient, before
-    and after the chunk. A tied embedding's is there once more where micro-batches are summed. One of these gradients is
-    the result itself, if gradients are float32. The layers' gradients, still zero, are allocated by then. The forward
-    of log-probs has the largest chunk (`logprob_moments`), and no gradients beside an accumulator. "log-prob chunk" is
-    what these moments need beyond the first.
-
-    An optimizer update in a program of its own is a fourth moment: after several micro-batches, or with an optimizer
-    state on the host. Activations are freed then, and the update's temporaries (`update_scratch`) are allocated.
-    "update (estimate)" is what this moment needs beyond the others.
+    """Counts bytes by part at the peak of an update (see the module docstring).
 
     Args:
       params, qweights, opt_state: abstract or not.
@@ -484,47 +484,59 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         theirs = shapes(reference.of_teacher(cfg)) if cfg.kl.is_folder else made
         out["reference policy"] = nbytes(_held(NOTHING, theirs.graphdef, theirs.learned), mesh)
     if cfg.critic is not None:
-        body, own, frozen, moments = abstract_critic(cfg)
-        # Its gradient is float32, a layer's beside an accumulator of its own, and it has no logits.
-        beside = beside_sums(body, own["body"], mesh, jnp.float32) + nbytes(own["head"], mesh)
-        out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32) + beside)
-        positions = shape["rows"] * cfg.row_len
-        segments = shape["max_segments"]
-        frozen_experts = _frozen_experts(own["body"])
-        needed = layer_activations(body, positions, segments, frozen_experts=frozen_experts)
-        needed += saved_activations(body, positions, segments)
-        if cfg.critic.lora is not None:
-            needed += _decoded(body, cfg.critic.trainable)
-        out["activations (estimate)"] = max(out["activations (estimate)"], needed)
-        held = nbytes(moments, mesh)
-        if cfg.critic.optimizer.offload is True:
-            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - beside)
-        out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
-        if jax.tree.leaves(frozen):
-            out["critic's frozen weights"] = nbytes(frozen, mesh)
-        if cfg.critic.lora is not None and cfg.critic.path is not None:
-            needed = reading(dataclasses.replace(body, remat="none"), cfg.critic.trainable, mesh)
-            beyond = _beyond(out, needed, *_POLICY, "critic's masters", "critic's frozen weights")
-            out["reading the critic's base (estimate)"] = beyond
+        _add_critic(out, cfg, mesh)
     if isinstance(cfg.rollout.engine, SamplerConfig):
-        prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
-        prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len
-        if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
-            prompt_len = prompt_len + response_len - 1
-        if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
-            prompts = partial.groups(prompts)
-            prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
-        weights, cache = footprint(
-            cfg.rollout.engine,
-            made.served,
-            made.params,
-            made.published,
-            prompt_len=prompt_len,
-            response_len=response_len,
-            sequences=prompts * cfg.rollout.num_samples_per_prompt,
-        )
-        out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
+        out |= _sampler_parts(cfg, cfg.rollout.engine, made, mesh)
     return out
+
+
+def _add_critic(out: dict[str, int], cfg: RunConfig, mesh: Mesh | AbstractMesh | None) -> None:
+    """Adds the critic's parts to the policy's; gradients and activations become those of the larger of the two."""
+    assert cfg.critic is not None
+    body, own, frozen, moments = abstract_critic(cfg)
+    # Its gradient is float32, a layer's beside an accumulator of its own, and it has no logits.
+    beside = beside_sums(body, own["body"], mesh, jnp.float32) + nbytes(own["head"], mesh)
+    out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32) + beside)
+    positions = cfg.train.micro_batch_rows // batch_shards(mesh) * cfg.row_len
+    segments = cfg.train.max_segments
+    needed = layer_activations(body, positions, segments, frozen_experts=_frozen_experts(own["body"]))
+    needed += saved_activations(body, positions, segments)
+    if cfg.critic.lora is not None:
+        needed += _decoded(body, cfg.critic.trainable)
+    out["activations (estimate)"] = max(out["activations (estimate)"], needed)
+    held = nbytes(moments, mesh)
+    if cfg.critic.optimizer.offload is True:
+        held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - beside)
+    out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
+    if jax.tree.leaves(frozen):
+        out["critic's frozen weights"] = nbytes(frozen, mesh)
+    if cfg.critic.lora is not None and cfg.critic.path is not None:
+        needed = reading(dataclasses.replace(body, remat="none"), cfg.critic.trainable, mesh)
+        beyond = _beyond(out, needed, *_POLICY, "critic's masters", "critic's frozen weights")
+        out["reading the critic's base (estimate)"] = beyond
+
+
+def _sampler_parts(
+    cfg: RunConfig, engine: SamplerConfig, made: Shapes, mesh: Mesh | AbstractMesh | None
+) -> dict[str, int]:
+    """Counts the embedded sampler's copy of the policy, and its KV cache."""
+    prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
+    prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len
+    if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
+        prompt_len = prompt_len + response_len - 1
+    if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
+        prompts = partial.groups(prompts)
+        prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
+    weights, cache = footprint(
+        engine,
+        made.served,
+        made.params,
+        made.published,
+        prompt_len=prompt_len,
+        response_len=response_len,
+        sequences=prompts * cfg.rollout.num_samples_per_prompt,
+    )
+    return {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
 
 
 def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:

@@ -171,30 +171,42 @@ class VllmEngine:
         self._staging = threading.Lock()  # of adapters.py's staged tensor
         self._look_inside(activations)
         self._machine.after_load(self._modules)
-        notes = [*versions.untested_note(vllm.__version__), self._machine.note]
+        self.facts = self._facts(vllm.__version__, config, options, departures)
+        self._receiver = staged_gpu.receiver() if on_gpu else None
+
+    def _facts(
+        self,
+        version: str,
+        config: Mapping[str, Any],
+        options: messages.EngineOptions,
+        departures: Sequence[str],
+    ) -> messages.Facts:
+        """Describes the started engine to the trainer; `departures` are known before its modules are."""
+        machine, shard = self._machine, self._shard
+        on_gpu = machine.profile == "cuda"
+        notes = [*versions.untested_note(version), machine.note]
         notes += [] if shard.is_whole else [f"{shard.size} shards, each with its own scales of activations"]
         notes += [f"{len(self._adapters)} layers with adapters"] if self._adapters else []
         notes += [f"{len(self._one_base.layers)} layers read the trainer's memory"] if self._one_base else []
-        self.facts = messages.Facts(
+        return messages.Facts(
             engine="vllm",
-            engine_version=vllm.__version__,
-            profile=self._machine.profile,
-            isa=self._machine.isa,
+            engine_version=version,
+            profile=machine.profile,
+            isa=machine.isa,
             kernels=self._kernels(),
             model=messages.model_fingerprint(config),
             scheme=messages.scheme_hash(config.get("quantization_config")),
             vocab_size=int(config["vocab_size"]),
             max_model_len=int(self._engine.model_config.max_model_len),
-            threads=self._machine.threads,
+            threads=machine.threads,
             pid=os.getpid(),
             notes=[note for note in notes if note],
             execution=versions.execution_of(options, on_gpu),
-            departures=[*departures, *self._machine.left_to_vllm(self._modules)],
+            departures=[*departures, *machine.left_to_vllm(self._modules)],
             records_routing=options.record_routing,
             device=staged_gpu.uuid_of_current() if on_gpu else b"",
             tensor_parallel_size=shard.size,
         )
-        self._receiver = staged_gpu.receiver() if on_gpu else None
 
     def _opened(self, places: Sequence[one_base.Place], *, on_gpu: bool) -> Base:
         """Maps the base in the trainer's memory, so that its layers allocate no weights. Call it before vLLM starts."""

@@ -24,11 +24,13 @@ class Machine(Protocol):
       profile: "cpu" or "cuda": the arithmetic that a learner must compute, and torch's name of the device.
       isa: vLLM's CPU build or the GPU's compute capability, for the facts.
       threads: CPU threads of the engine; 0 on a GPU.
+      note: the replaced operations, for the facts; empty: none.
     """
 
     profile: str
     isa: str
     threads: int
+    note: str
 
     def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
         """Replaces vLLM's operations by the bridge's; lists what is not batch-invariant. Call it before vLLM starts.
