@@ -80,7 +80,7 @@ class Ahead:
         for step in range(first, schedule.steps):
             if state is None or str(step) not in state:
                 break
-            batch, indices = restored(stream, step, state[str(step)])
+            batch, indices = restored(stream, state[str(step)])
             if not _is_fresh(batch, step, schedule.max_staleness):
                 break  # max_staleness was lowered: it is sampled anew
             self._ready[step] = batch, indices
@@ -178,7 +178,7 @@ def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> tuple[Collected, dict[str, int]]:
+def restored(stream: PromptStream, state: Mapping[str, Any]) -> tuple[Collected, dict[str, int]]:
     """Restores a batch from the JSON of `saved`.
 
     Raises:

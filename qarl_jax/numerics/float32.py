@@ -107,18 +107,19 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _float(bits: jax.Array) -> jax.Array:
+def float_of(bits: jax.Array) -> jax.Array:
+    """Views int32 bits as float32."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """Computes 2.0 ** exponent exactly, in float32, for int32 exponents in [-126, 127]."""
-    return _float((exponent + 127) << 23)
+    return float_of((exponent + 127) << 23)
 
 
 def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x = high + low with at most 12 significant bits in each, so that products of two halves are exact."""
-    high = _float(_bits(x) & ~0xFFF)
+    high = float_of(_bits(x) & ~0xFFF)
     return high, x - high
 
 
@@ -145,20 +146,20 @@ def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#
     """
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
     a_bits, b_bits = _bits(a), _bits(b)
-    m = _float((a_bits & _MANTISSA) | _ONE)  # [1, 2)
-    n = _float((b_bits & _MANTISSA) | _ONE)
+    m = float_of((a_bits & _MANTISSA) | _ONE)  # [1, 2)
+    n = float_of((b_bits & _MANTISSA) | _ONE)
     reciprocal = 1.0 / n  # any reciprocal within an ulp or two will do
     q = m * reciprocal
     q = q + _remainder(m, q, n) * reciprocal
     rest = _remainder(m, q, n)
     # The neighbour the remainder points at, and half the gap to it, exactly.
-    neighbour = _float(_bits(q) + jnp.where(rest > 0, 1, -1))
+    neighbour = float_of(_bits(q) + jnp.where(rest > 0, 1, -1))
     q = jnp.where(jnp.abs(rest) > 0.5 * jnp.abs(neighbour - q) * n, neighbour, q)
     exponent = ((a_bits & _EXPONENT) >> 23) - ((b_bits & _EXPONENT) >> 23)
     # Two steps, because the difference of two exponents may leave the range of one float.
     half = exponent >> 1
     q = q * power_of_two(half) * power_of_two(exponent - half)
-    q = _float(_bits(q) | ((a_bits ^ b_bits) & _SIGN))
+    q = float_of(_bits(q) | ((a_bits ^ b_bits) & _SIGN))
     special = (a == 0) | (b == 0) | ~jnp.isfinite(a) | ~jnp.isfinite(b)
     return jnp.where(special, a / b, q)
 
@@ -176,8 +177,8 @@ def fused_multiply_add(
     Overflow and subnormal products are not supported.
     """
     zero = lax.shift_right_logical(_bits(nonnegative), 31)
-    a, b = _float(_bits(a) ^ zero), _float(_bits(b) ^ zero)
-    product = _float(_bits(a * b) ^ zero)
+    a, b = float_of(_bits(a) ^ zero), float_of(_bits(b) ^ zero)
+    product = float_of(_bits(a * b) ^ zero)
     (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
     lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
     total = product + c

@@ -134,26 +134,26 @@ def _onset(r: Responses, cluster: Bool[Array, "B T"]) -> dict[str, Metric]:
 # ---- the response itself, on the host -------------------------------------------------------------------------------
 
 
-def repeated(tokens: Sequence[int], *, ngram: int = NGRAM, seen: int = SEEN) -> Bool[np.ndarray, " n"]:
-    """Tells for each n-gram of a response, in order, whether it has occurred at least `seen` times before.
+def repeated(tokens: Sequence[int]) -> Bool[np.ndarray, " n"]:
+    """Tells for each n-gram of a response, in order, whether it has occurred at least `SEEN` times before.
 
     Args:
-      tokens: L token ids (ngram <= 4, L <= 65536: four ranks then fit in 64 bits, so that no two n-grams collide).
+      tokens: L token ids, at most 65536: four ranks then fit in 64 bits, so that no two n-grams collide.
 
     Returns:
-      [max(0, L - ngram + 1)] bool.
+      [max(0, L - NGRAM + 1)] bool.
 
     Raises:
-      ValueError: the response or the n-gram is longer.
+      ValueError: the response is longer.
     """
-    count = len(tokens) - ngram + 1
+    count = len(tokens) - NGRAM + 1
     if count < 1:
         return np.zeros(0, bool)
-    if ngram > 4 or len(tokens) > 65536:
-        raise ValueError(f"{len(tokens)} tokens in {ngram}-grams: at most 65536 tokens in 4-grams are told apart")
+    if len(tokens) > 65536:
+        raise ValueError(f"{len(tokens)} tokens: n-grams of at most 65536 tokens do not collide")
     _, ranks = np.unique(np.asarray(tokens), return_inverse=True)
     codes = np.zeros(count, np.uint64)
-    for i in range(ngram):
+    for i in range(NGRAM):
         codes = (codes << np.uint64(16)) | ranks[i : i + count].astype(np.uint64)
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
@@ -162,7 +162,7 @@ def repeated(tokens: Sequence[int], *, ngram: int = NGRAM, seen: int = SEEN) -> 
     at = np.arange(count)
     earlier = np.empty(count, np.int64)
     earlier[order] = at - np.maximum.accumulate(np.where(new, at, 0))
-    return earlier >= seen
+    return earlier >= SEEN
 
 
 def repeated_share(tokens: Sequence[int]) -> float:

@@ -283,30 +283,6 @@ def select(condition: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def asked(
-    optimizer: Optimizer,
-    leaves: Sequence[Leaf],
-    count: Array,
-    norm: Array,
-    params: Sequence[Array],
-    moments: Sequence[tuple[Any, Any, Any]],
-    grads: Sequence[Array],
-    first: Any = None,
-) -> tuple[list[Array], list[tuple[Any, Any, Any]]]:
-    """Computes (float32 updates, new moments) of some masters by `Optimizer.step`, without a check of the gradient.
-
-    Args:
-      leaves, params, moments, grads: one entry per master, in one order; `moments` as they are stored.
-      count: int32, number of earlier updates.
-      norm: `clipping_norm` of all gradients of the model, not of `grads` alone.
-      first: as in `Optimizer.step`.
-    """
-    scalars = optimizer.scalars(count, norm)
-    each = zip(leaves, grads, params, moments, strict=True)
-    made = [optimizer.step(leaf, scalars, g, p, stored, first) for leaf, g, p, stored in each]
-    return [update for update, _ in made], [stored for _, stored in made]
-
-
 def advance(
     optimizer: Optimizer,
     leaves: Sequence[Leaf],
@@ -323,13 +299,18 @@ def advance(
     gradient of zero changes nothing either: without a signal, momentum and weight decay must not move masters.
 
     Args:
-      norms: `norms` of all gradients of the model.
-      leaves, count, params, moments, grads, first: as in `asked`.
+      leaves, params, moments, grads: one entry per master, in one order; `moments` as they are stored.
+      count: int32, number of earlier updates.
+      norms: `norms` of all gradients of the model, not of `grads` alone.
+      first: as in `Optimizer.step`.
 
     Returns:
       (masters, moments, (`squares` of the computed updates, `squares` of the masters before)).
     """
-    updates, stored = asked(optimizer, leaves, count, norms[1], params, moments, grads, first)
+    scalars = optimizer.scalars(count, norms[1])
+    each = zip(leaves, grads, params, moments, strict=True)
+    made = [optimizer.step(leaf, scalars, grad, param, held, first) for leaf, grad, param, held in each]
+    updates, stored = [update for update, _ in made], [held for _, held in made]
 
     def added(leaf: Leaf, param: Array, update: Array) -> Array:
         total = param.astype(jnp.float32) + update
@@ -343,7 +324,7 @@ def advance(
 
 
 def counted(count: Array, grad_norm: Array) -> Array:
-    """Returns the count of updates, int32, after one whose gradients have this norm; 0, inf and NaN do not count."""
+    """Adds an update to the count, int32, unless the norm of its gradients is 0, inf or NaN."""
     return jnp.where(_moves(grad_norm), optax.safe_increment(count), count)
 
 

@@ -285,7 +285,7 @@ def test_a_batch_in_a_checkpoint_comes_back_whole():
     assert batch.metrics["rollout/batches"] == 2
     indices = ahead._indices(stream, 5, batch)
     assert len(indices) == 4
-    back, same = restored(stream, 5, json.loads(json.dumps(saved(batch, indices))))
+    back, same = restored(stream, json.loads(json.dumps(saved(batch, indices))))
     assert same == indices
     assert described(back) == described(batch)
     assert [g.prompt.uid for g in back.sampled] == [g.prompt.uid for g in batch.sampled]

@@ -27,7 +27,9 @@ def run(cfg, params, grads_per_step, **kwargs):
 
 def unguarded(tx, grads, state, params):
     """(updates, state after it) of all parameters, whatever the gradient is: an update that a zero does not stop."""
-    arrays = jax.tree.leaves(params), leafwise.moments_of(params, state), jax.tree.leaves(grads)
-    updates, moments = leafwise.asked(tx, tx.leaves(params), state.count, leafwise.clipping_norm(grads), *arrays)
+    scalars = tx.scalars(state.count, leafwise.clipping_norm(grads))
+    arrays = jax.tree.leaves(grads), jax.tree.leaves(params), leafwise.moments_of(params, state)
+    each = zip(tx.leaves(params), *arrays, strict=True)
+    updates, moments = zip(*(tx.step(leaf, scalars, *arguments) for leaf, *arguments in each), strict=True)
     after = leafwise.with_moments(params, state.count + 1, moments)
     return jax.tree.unflatten(jax.tree.structure(params), updates), after

@@ -220,10 +220,8 @@ def load_hf(
     scheme: Any = "bf16",
     mesh: Mesh | None = None,
     param_dtype: Any = None,
-    group_size: int | None = None,
     engine: str = "plain",
     attention: str = "auto",
-    remat: str = "none",
     splits: tuple[int, ...] = (),
     shards: int = 1,
 ) -> Transformer:
@@ -235,9 +233,8 @@ def load_hf(
       scheme: quantization of the linear layers: a name ("bf16", "w8a8", "w4a16:g64") or rules (`parse_rules`).
       mesh: the devices over which the weights are sharded (`mesh.make_mesh`); None: the default device.
       param_dtype: dtype of the masters; None: `dtype`.
-      group_size: group size of a scheme whose name has none.
       engine: the engine whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
-      attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra stack boundaries.
+      attention: one of `config.ATTENTION`. splits: extra stack boundaries.
       shards: tensor-parallel shards of the mirrored engine (`Numerics.shards`).
 
     Raises:
@@ -247,10 +244,9 @@ def load_hf(
         path,
         compute_dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
-        quant=parse_rules(scheme, group_size),
+        quant=parse_rules(scheme),
         numerics=dataclasses.replace(resolve(engine), shards=shards),
         attention=attention,
-        remat=remat,
         splits=splits,
     )
     return finish(*load_masters(path, config, mesh))

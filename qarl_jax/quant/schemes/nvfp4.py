@@ -50,7 +50,7 @@ from jaxtyping import Array, Float
 from qarl_bridge.protocol import formats
 
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.numerics.float32 import divide, round_bf16
+from qarl_jax.numerics.float32 import divide, float_of, round_bf16
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
@@ -81,10 +81,6 @@ def _magnitudes(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     bits = lax.bitcast_convert_type(round_bf16(w.astype(jnp.float32)), jnp.int32)
     magnitude = bits & _MAGNITUDE
     return magnitude, (bits < 0) & (magnitude > 0)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def to_e2m1(x: Float[Array, "*S"]) -> jax.Array:
@@ -129,14 +125,14 @@ class Config(Scheme):
         blocks = magnitude.reshape(*lead, k // _GROUP, _GROUP)
         most = jnp.max(blocks, axis=-1)
         top = [jnp.max(m, axis=(-2, -1), keepdims=True) for m in (most, *(_magnitudes(other)[0] for other in beside))]
-        amax = _float(functools.reduce(jnp.maximum, top, jnp.int32(_TINY)))
+        amax = float_of(functools.reduce(jnp.maximum, top, jnp.int32(_TINY)))
         g = round_bf16(round_bf16(divide(jnp.ones_like(amax), amax)) * _MAX)
         g = jnp.where(jnp.isfinite(g), g, 1.0)
-        ratio = round_bf16(divide(_float(most), jnp.full(most.shape, 6.0)))
+        ratio = round_bf16(divide(float_of(most), jnp.full(most.shape, 6.0)))
         scales = to_e4m3(jnp.minimum(ratio * g, 448.0))
         scales = jnp.where(scales == 0, jnp.asarray(_ZERO_SCALE, scales.dtype), scales)
         step = divide(scales.astype(jnp.float32), jnp.broadcast_to(g, scales.shape))
-        codes = to_e2m1(divide(_float(blocks), jnp.broadcast_to(step[..., None], blocks.shape))).reshape(w.shape)
+        codes = to_e2m1(divide(float_of(blocks), jnp.broadcast_to(step[..., None], blocks.shape))).reshape(w.shape)
         pairs = (codes | (negative.astype(jnp.uint8) << 3)).reshape(*lead, k // 2, 2)
         packed = pairs[..., 0] | (pairs[..., 1] << 4)
         return QTensor({"codes": packed, "scales": scales, "divisor": g}, self)
