@@ -172,6 +172,8 @@ def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
         assert model in row["about"]
         held = f"{row['planned']['learner']} | {row['planned']['engine']}"
         assert f"| {gpus} x {size} GB | `{arm}` | {model} | {held} |" in FIRST_RUN
+        gpu = {24: "L4", 48: "L40S", 80: "H100", 141: "H200"}[size]
+        assert re.match(rf"\d+ (s|min) on {gpu} ", forecast.line(settled, int(GIB_OF[size] * 2**30))), arm
         assert (settled.train.grad_dtype == "bfloat16") == ("bfloat16 gradients" in row["about"])
 
 

@@ -182,8 +182,9 @@ def all_counted(cfg: RunConfig) -> bool:
 
 
 def line(cfg: RunConfig, size: int) -> str | None:
-    """Describes the time of a settled run's step by phase; None: steps on GPUs of `size` bytes were not measured."""
-    machine = next((m for m in MACHINES.values() if m.is_measured and abs(m.size - size) < 0.03 * m.size), None)
+    """Describes the time of a settled run's step by phase; None: no GPU of `MACHINES` has about `size` bytes."""
+    gpus = [machine for machine in MACHINES.values() if "TPU" not in machine.kind]
+    machine = next((machine for machine in gpus if abs(machine.size - size) < 0.03 * machine.size), None)
     if machine is None or not isinstance(cfg.rollout.engine, VllmConfig):
         return None
     phases = seconds(counts.of_step(on_a_gpu(cfg), machine), RATES)
@@ -191,7 +192,8 @@ def line(cfg: RunConfig, size: int) -> str | None:
     total = sum(phases.values())
     unit, each = ("min", 60.0) if total >= 600 else ("s", 1.0)
     parts = ", ".join(f"{said} {phases[phase] / each:.1f}" for phase, said in names.items())
-    how = f"+-{error_of(cfg):.0%}" if all_counted(cfg) else "without the passes of critic and reference"
+    how = f"+-{error_of(cfg):.0%}" if machine.is_measured else "by the vendor's peaks, not measured"
+    how = how if all_counted(cfg) else "without the passes of critic and reference"
     return f"{total / each:.0f} {unit} on {machine.kind} (forecast, {how}) if all responses are full: {parts}"
 
 

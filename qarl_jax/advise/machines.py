@@ -58,6 +58,7 @@ def _machine(name: str, kind: str, gib: float, **rates: object) -> Machine:
 
 _BOTH, _INT8 = {"int8": 2.0, "e4m3": 2.0}, {"int8": 2.0}
 _HOPPER, _AMPERE = {"default": 495e12, "highest": 67e12}, {"default": 156e12, "highest": 19.5e12}
+_L40S, _L4 = {"default": 183e12, "highest": 91.6e12}, {"default": 60e12, "highest": 30.3e12}
 _BLACKWELL, _TPU = {"default": 1.1e15, "highest": 80e12}, {"default": 459e12, "highest": 76e12}
 MACHINES = {
     machine.name: machine
@@ -65,6 +66,8 @@ MACHINES = {
         _machine("h100", "H100", 79.1, bandwidth=3.35e12, low_bit=_BOTH, float32=_HOPPER, link=450e9, is_measured=True),
         _machine("h200", "H200", 139.8, bandwidth=4.8e12, low_bit=_BOTH, float32=_HOPPER, link=450e9, is_measured=True),
         _machine("a100", "A100", 79.1, bandwidth=2.04e12, low_bit=_INT8, float32=_AMPERE, link=300e9, host_link=25e9),
+        _machine("l40s", "L40S", 44.4, bandwidth=864e9, low_bit=_BOTH, float32=_L40S, link=25e9, host_link=25e9),
+        _machine("l4", "L4", 22.0, bandwidth=300e9, low_bit=_BOTH, float32=_L4, link=25e9, host_link=25e9),
         _machine("b200", "B200", 178.0, bandwidth=8.0e12, low_bit=_BOTH, float32=_BLACKWELL, link=900e9),
         _machine("tpu-v5p", "TPU v5p", 95.0, bandwidth=2.765e12, low_bit=_INT8, float32=_TPU, link=100e9),
     )

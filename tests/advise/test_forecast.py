@@ -145,6 +145,7 @@ def test_recorded_steps_of_adapters_are_forecast_as_closely_as_is_said(tmp_path)
 def test_a_step_with_passes_that_are_not_counted_says_so_in_place_of_an_error(run):
     cfg = forecast.of_run(run[0], MACHINES["h200"]).cfg
     assert "(forecast, +-6%)" in forecast.line(cfg, MACHINES["h200"].size)
+    assert "on L40S (forecast, by the vendor's peaks, not measured)" in forecast.line(cfg, MACHINES["l40s"].size)
     tree = yaml.safe_load(config.to_yaml(cfg))
     for sections in ({"critic": {}, "loss": {"name": "ppo"}, "advantage": {"name": "gae"}}, {"kl": {"coef": 0.1}}):
         changed = config.from_dict(tree | sections, "test")
