@@ -115,18 +115,20 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
         _write_adapters(cfg, learner, params, out)
         return
     copy_kept(cfg.model.path, out)
+    gains = cfg.lora is not None and cfg.lora.train_norms
+    exact = "no format has them and the gains that learned (train_norms)" if gains else "--format peft writes these"
     if kind == "hf":
         if cfg.lora is not None and models.config_of(graphdef).quant.rules:
             print(
                 "The adapters are merged into what the base's codes stand for. The run's policy is not this folder in"
-                f" {cfg.quant.forward}, which rounds the sum again: serve the base with --format peft for that."
+                f" {cfg.quant.forward}, which rounds the sum again; it is the base with its adapters: {exact}."
             )
         bare = models.with_scheme(graphdef, "bf16")
         whole = learner.model(params) if learner.trainable.freeze else models.merge(bare, params, build.no_qweights())
         models.save_hf(models.merge_adapters(whole), out)
     else:
         if cfg.lora is not None:
-            print("This folder is the base without the run's adapters: --format peft writes these.")
+            print(f"This folder is the base without the run's adapters: {exact}.")
         rollout = build.rollout_graphdef(cfg, graphdef)
         rollout = rollout if bits is None else models.at_width(rollout, bits)
         write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)
