@@ -52,9 +52,10 @@ def measure(folder: str, way: str, lr: float, updates: int) -> dict[str, float]:
         tokens = jax.random.randint(key, (4, 64), 0, vocab)
         grads = jax.grad(functools.partial(loss, graphdef))(params, qweights, tokens)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        arrays = jax.tree.leaves(params), leafwise.moments_of(params, state), jax.tree.leaves(grads)
-        norm = leafwise.clipping_norm(grads)
-        asked = leafwise.asked(optimizer, optimizer.leaves(params), state.count, norm, *arrays)[0]
+        scalars = optimizer.scalars(state.count, leafwise.clipping_norm(grads))
+        arrays = jax.tree.leaves(grads), jax.tree.leaves(params), leafwise.moments_of(params, state)
+        each = zip(optimizer.leaves(params), *arrays, strict=True)
+        asked = [optimizer.step(leaf, scalars, *own)[0] for leaf, *own in each]
         after, state, _ = leafwise.update(optimizer, grads, state, params)
         changed = sum(jnp.sum(a != b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
         return after, state, asked, changed
