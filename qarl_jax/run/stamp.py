@@ -68,13 +68,19 @@ _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a ru
 def make(cfg: RunConfig, profile: str) -> dict[str, Any]:
     """Makes the stamp of a run, to be saved in a checkpoint's JSON. profile: the learner's resolved arithmetic."""
     stamp = {"config": _plain(cfg), "numerics": {"profile": profile}}
-    return stamp if cfg.lora is None else stamp | {"base": _base(cfg)}
+    return stamp if cfg.lora is None else stamp | {"base": _base(cfg), "start": _start(cfg)}
 
 
 def _base(cfg: RunConfig) -> str:
     """The mark of the frozen base, which no checkpoint holds; empty: it is drawn, or not there."""
     drawn = cfg.model.init == "random"
     return "" if drawn else on_disk.sampled(pathlib.Path(cfg.model.path), "*.safetensors")
+
+
+def _start(cfg: RunConfig) -> str:
+    """The mark of the adapters in `lora.init`, a part of the reference policy; empty: there are none."""
+    folder = None if cfg.lora is None else cfg.lora.init
+    return on_disk.sampled(pathlib.Path(folder), "adapter_model.safetensors") if folder else ""
 
 
 def _check_base(cfg: RunConfig, found: dict[str, Any]) -> None:
@@ -127,7 +133,7 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         if not isinstance(extra["config"], dict):
             raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
     made = {"step": step, "config": _as_today(extra["config"]), "numerics": extra["numerics"]}
-    return made | ({"base": extra["base"]} if extra.get("base") else {})
+    return made | {mark: extra[mark] for mark in ("base", "start") if extra.get(mark)}
 
 
 def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -261,6 +267,11 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
         )
     _check_base(cfg, found)
+    if anchored and cfg.lora is not None and found.get("start", _start(cfg)) != _start(cfg):
+        raise UserError(
+            f"kl.reference=start has the adapters that {cfg.lora.init} held when the run began, and it holds others now."
+            " Put the former back, or start a new run_dir."
+        )
 
 
 def _adapters(tree: dict[str, Any], anchored: bool) -> dict[str, str]:

@@ -123,6 +123,19 @@ def test_adapters_that_a_run_began_with_stay_where_they_are_its_reference_policy
             stamp.check_same_policy(of(other, 0.1), found, on_gpu=False)
 
 
+def test_a_reference_policy_has_the_adapters_that_its_folder_held_at_the_start(worlds, tmp_path):
+    adapters = tmp_path / "adapter_model.safetensors"
+    adapters.write_bytes(b"at the start")
+    cfg = worlds["jax"].changed(lora={"rank": 8, "init": str(tmp_path)}, kl={"coef": 0.1}).config
+    found = stamp.make(cfg, "plain") | {"step": STEPS, "numerics": None}
+    stamp.check_same_policy(cfg, found, on_gpu=False)
+    adapters.write_bytes(b"then others.")
+    with pytest.raises(UserError, match="holds others now"):
+        stamp.check_same_policy(cfg, found, on_gpu=False)
+    without = config.replaced(cfg, {"kl.coef": 0.0})
+    stamp.check_same_policy(without, found | {"config": stamp._plain(without)}, on_gpu=False)
+
+
 @pytest.mark.parametrize("alpha", [8, None])
 def test_a_policy_is_not_evaluated_with_other_adapters(worlds, tmp_path, alpha):
     world = worlds["jax"].changed(run_dir=str(tmp_path / "run"))
