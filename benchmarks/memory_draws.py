@@ -20,16 +20,12 @@ DIR holds config.json, a tokenizer, prompts.jsonl ({"prompt", "answer"}) and rew
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +33,7 @@ from typing import Any
 import jax
 
 from benchmarks import memory
+from benchmarks.watched import finished, most_used
 from qarl_jax.memory import choose
 from qarl_jax.memory import learner as on_learner
 from qarl_jax.memory import plan as planner
@@ -107,50 +104,6 @@ def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, An
         if left[fits]:
             left[fits] -= 1
             yield {"fits": fits, "said": said, "card_gib": size / on_learner.GIB, "overrides": words}
-
-
-def used_bytes(ordinal: int = 0) -> int:
-    """Returns the memory in use, by any process, on the `ordinal`th GPU that this process sees; 0: there is none."""
-    visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-    number = visible[ordinal] if ordinal < len(visible) else ordinal
-    query = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False)
-    except OSError:  # no NVIDIA driver here
-        return 0
-    return int(done.stdout.split()[0]) << 20 if done.returncode == 0 and done.stdout.split() else 0
-
-
-@contextlib.contextmanager
-def most_used(ordinal: int = 0) -> Iterator[list[int]]:
-    """A context that samples `used_bytes` four times a second; yields a list whose only entry is the largest."""
-    most, done = [used_bytes(ordinal)], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.25):
-            most[0] = max(most[0], used_bytes(ordinal))
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield most
-    finally:
-        done.set()
-        thread.join()
-
-
-def finished(command: list[str], log: str, limit_s: float) -> int | None:
-    """Runs a command with its output in a file; returns its exit code. None: it took too long and was killed."""
-    with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:  # so it ends with Ctrl-C, too, which does not reach it
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:

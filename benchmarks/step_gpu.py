@@ -55,7 +55,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import random_folder, shapes
-from benchmarks.memory_draws import finished, most_used
+from benchmarks.watched import finished, most_used
 from qarl_jax import models
 from qarl_jax.memory import choose
 from qarl_jax.memory import plan as planner
