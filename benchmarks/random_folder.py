@@ -57,9 +57,11 @@ def make(
     *,
     weights: bool = True,
     mean_len: int = 0,
+    prompt_len: int = 32,
 ) -> None:
     """Writes the folder; config.json comes last.
 
+    prompt_len: words of a prompt, a token each.
     mean_len: of responses, a geometric distribution: so many tokens of the vocabulary, evenly spaced, end one that a
     random model hits one in `mean_len` times. 0: a response ends with <eos> alone.
     """
@@ -71,7 +73,7 @@ def make(
     rng = np.random.default_rng(seed)
     with (folder / "prompts.jsonl").open("w") as file:
         for number in range(PROMPTS):
-            prompt = " ".join(words[i] for i in rng.integers(3, len(words), 32))
+            prompt = " ".join(words[i] for i in rng.integers(3, len(words), prompt_len))
             file.write(json.dumps({"prompt": prompt, "answer": str(number)}) + "\n")
     (folder / "reward.py").write_text(REWARD)
     if mean_len:

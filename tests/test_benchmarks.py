@@ -21,14 +21,16 @@ from benchmarks import (
     learner,
     masters,
     memory,
-    memory_draws,
     packing,
     publish_adapters,
     random_folder,
     shapes,
     step_gpu,
     trace_summary,
+    watched,
 )
+from benchmarks.beside_peers import folder as peers_folder
+from benchmarks.beside_peers import lines, trl_steps, verl_steps
 from qarl_jax import models
 from qarl_jax.data import load_tokenizer
 from qarl_jax.run import config
@@ -209,6 +211,57 @@ def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path
     assert len(load_tokenizer(tmp_path)) == 512
 
 
+def test_a_peers_folder_is_read_by_our_run_too(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    peers_folder.make(tmp_path, "tiny")
+    tokenizer = load_tokenizer(tmp_path)
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert {len(tokenizer.encode(prompt)) for prompt in prompts[:50]} == {lines.PROMPT_LEN}
+    assert len(tokenizer.encode("\n")) == 1
+    assert len(tokenizer) == 512  # the model's vocabulary
+    rows = parquet.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["prompt"][0]["content"] for row in rows] == prompts
+
+
+def test_a_line_of_trl_leaves_out_the_first_steps_and_its_phases_add_up(tmp_path):
+    args = trl_steps.build_parser().parse_args([str(tmp_path), "--steps", "3"])
+    steps = [
+        {"generate": 1.0, "old": 0.5, "prepare": 1.75},
+        {"prepare": 9.0},
+        {"generate": 2.0, "sync": 1.0, "prepare": 4},
+    ]
+    logs = [{"reward": n, "sampling/sampling_logp_difference/max": n / 10} for n in (9, 9, 9, 9, 0, 1)]
+    line = trl_steps.summary(args, [0.0, 5.0, 20.0, 28.0], steps, logs)
+    assert line["seconds"] == {"step": 8.0, "update": 4.0, "generate": 2.0, "sync": 1.0, "other": 1.0}
+    assert (line["step_s"], line["tokens_per_s"]) == ([5.0, 15.0, 8.0], 65536 / 8)
+    assert (line["reward"], line["mismatch"]["max_abs"]) == (0.5, 0.1)
+
+
+def test_a_line_of_verl_is_made_of_the_metrics_that_it_wrote(tmp_path):
+    words = [str(tmp_path), "--fp8", "--dtype", "bfloat16", "--micro", "8", "--set", "trainer.nnodes=2", "new.key=a=b"]
+    args = verl_steps.build_parser().parse_args(words)
+    values = dict(word.split("=", 1) for word in verl_steps.overrides(args))
+    assert (values["trainer.nnodes"], values["new.key"]) == ("2", "a=b")
+    assert values["actor_rollout_ref.rollout.quantization"] == "fp8"
+    assert values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == str(8 * 576)
+    assert values["actor_rollout_ref.actor.ppo_mini_batch_size"] == "8"  # prompts: two updates
+    rows = [{"timing_s/step": s, "timing_s/gen": s / 2, "rollout_corr/k3_kl": s / 100} for s in (40.0, 9.0, 3.0, 5.0)]
+    line = verl_steps.summary(args, rows)
+    assert line["seconds"] == {"step": 4.0, "gen": 2.0}
+    assert (line["tokens_per_s"], line["generated_per_s"]) == (65536 / 4, 65536 / 2)
+    assert (line["mismatch"], line["step_s"]) == ({"k3_kl": 0.04}, [40.0, 9.0, 3.0, 5.0])
+
+
+def test_a_line_of_ours_has_the_means_of_the_steps_that_peers_lines_have():
+    records = [
+        {"time/step_s": s, "time/update_s": s / 2, "time/tok_per_s": 8 / s, "mismatch/max_abs": s}
+        for s in (9.0, 8.0, 1.0, 3.0)
+    ]
+    line = lines.own(records, discard=2)
+    assert line["seconds"] == {"step": 2.0, "update": 1.0}
+    assert (line["step_s"], line["mismatch"]["max_abs"]) == ([9.0, 8.0, 1.0, 3.0], 3.0)
+
+
 def test_unequal_tokens_are_counted_to_the_last_one_over_all_steps():
     whole = {"train/tokens": 131072.0, "mismatch/checked": 1.0}
     records = [whole | {"mismatch/exact": float(np.float32(1 - n / 131072))} for n in (0, 1, 77)]
@@ -339,14 +392,14 @@ def test_a_drawn_run_that_takes_too_long_is_gone_with_its_engine_and_leaves_its_
     child = "import subprocess, sys, time; print('loading', flush=True); "
     child += "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     log = tmp_path / "log"
-    assert memory_draws.finished([sys.executable, "-c", child], str(log), 3.0) is None
+    assert watched.finished([sys.executable, "-c", child], str(log), 3.0) is None
     said, pid = log.read_text().split()
     assert said == "loading"
     deadline = time.monotonic() + 10
     while bridge_world.alive(int(pid)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert memory_draws.finished([sys.executable, "-c", "raise SystemExit(2)"], str(log), 60.0) == 2
+    assert watched.finished([sys.executable, "-c", "raise SystemExit(2)"], str(log), 60.0) == 2
 
 
 @pytest.mark.slow
