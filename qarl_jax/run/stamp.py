@@ -269,7 +269,7 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     _check_base(cfg, found)
     if anchored and cfg.lora is not None and found.get("start", _start(cfg)) != _start(cfg):
         raise UserError(
-            f"kl.reference=start has the adapters that {cfg.lora.init} held at the run's start, and it holds others now."
+            f"kl.reference=start has the adapters that {cfg.lora.init} held at the run's start, and it has others now."
             " Put the former back, or start a new run_dir."
         )
 

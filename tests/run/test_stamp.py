@@ -130,7 +130,7 @@ def test_a_reference_policy_has_the_adapters_that_its_folder_held_at_the_start(w
     found = stamp.make(cfg, "plain") | {"step": STEPS, "numerics": None}
     stamp.check_same_policy(cfg, found, on_gpu=False)
     adapters.write_bytes(b"then others.")
-    with pytest.raises(UserError, match="holds others now"):
+    with pytest.raises(UserError, match="has others now"):
         stamp.check_same_policy(cfg, found, on_gpu=False)
     without = config.replaced(cfg, {"kl.coef": 0.0})
     stamp.check_same_policy(without, found | {"config": stamp._plain(without)}, on_gpu=False)
