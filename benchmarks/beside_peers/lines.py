@@ -23,7 +23,8 @@ PROMPT_LEN = 64  # words, a token each
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that all peers' scripts share: a step's size, and where its line goes."""
+    """Adds what all peers' scripts take: the model's folder, a step's size, settings, and where its line goes."""
+    parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--prompts", type=int, default=16, help="of a step")
     parser.add_argument("--samples", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--response-len", type=int, default=512, help="tokens of every response")
@@ -33,6 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro", type=int, default=16, help="responses of a forward and backward pass")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the masters")
     parser.add_argument("--utilization", type=float, default=0.3, help="vLLM's share of the GPU's memory")
+    parser.add_argument("--liger", action="store_true", help="liger's kernels")
+    parser.add_argument("--no-checkpointing", action="store_true", help="no recomputation of activations")
     parser.add_argument("--name", default="", help="of the line")
     parser.add_argument("--out", default="", help="a file that the line is appended to")
 

@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import os
-import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,10 +194,7 @@ def trained(args: argparse.Namespace, output: str, wait: Callable[[], None]) -> 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=pathlib.Path)
     lines.add_options(parser)
-    parser.add_argument("--liger", action="store_true", help="liger's kernels")
-    parser.add_argument("--no-checkpointing", action="store_true", help="no recomputation of activations")
     parser.add_argument("--sleep", action="store_true", help="vLLM gives its memory back while the learner updates")
     parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--cpu", action="store_true")

@@ -129,10 +129,7 @@ def summary(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> dict
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=pathlib.Path)
     lines.add_options(parser)
-    parser.add_argument("--liger", action="store_true", help="liger's kernels")
-    parser.add_argument("--no-checkpointing", action="store_true", help="no recomputation of activations")
     parser.add_argument("--fp8", action="store_true", help="the sampler multiplies in FP8, the learner in bf16")
     parser.add_argument("--limit-s", type=float, default=500.0)
     parser.add_argument("--log", default="", help="where verl's output goes")
