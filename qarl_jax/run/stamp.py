@@ -267,7 +267,8 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
         )
     _check_base(cfg, found)
-    if anchored and cfg.lora is not None and found.get("start", _start(cfg)) != _start(cfg):
+    start = found.get("start")
+    if anchored and cfg.lora is not None and start and start != _start(cfg):
         raise UserError(
             f"kl.reference=start has the adapters that {cfg.lora.init} held at the run's start, and it has others now."
             " Put the former back, or start a new run_dir."
