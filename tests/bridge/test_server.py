@@ -4,9 +4,11 @@
 
 import sys
 import threading
+import types
 
 import numpy as np
 from qarl_bridge.protocol import messages
+from qarl_bridge.server import profiling
 from qarl_bridge.server.profiling import Steps
 
 from tests.reference.bridge_world import (
@@ -272,7 +274,7 @@ def test_loads_are_profiled_where_that_was_asked_for(bridge, tmp_path):
 
 def test_some_steps_are_profiled_and_no_other_leaves_a_trace(tmp_path):
     steps = Steps(str(tmp_path), "steps")
-    steps.FIRST, steps.LAST = 1, 2
+    steps.FIRST, steps.LAST, steps.KERNELS = 1, 2, 3
     found = []
 
     def step():
@@ -283,4 +285,39 @@ def test_some_steps_are_profiled_and_no_other_leaves_a_trace(tmp_path):
         assert (tmp_path / "steps.txt").exists() == (len(found) > 2)
     assert found == [False, True, True, False]
     assert "2    0.000" in (tmp_path / "steps.txt").read_text()
+    assert not (tmp_path / "steps.kernels.txt").exists()  # no GPU
     Steps("", "steps").run(step)
+
+
+def test_kernels_of_some_steps_are_written_by_the_time_they_take(tmp_path, monkeypatch):
+    class Fake:
+        running = False
+
+        def stop(self):
+            self.running = False
+
+        def key_averages(self):
+            kernel = types.SimpleNamespace
+            return [
+                kernel(key="norm", count=8, device_time_total=4.0),
+                kernel(key="product", count=4, device_time_total=90.0),
+            ]
+
+    fake, seen = Fake(), []
+
+    def begin():
+        fake.running = True
+        return fake
+
+    monkeypatch.setattr(profiling, "_begin_kernels", begin)
+    steps = Steps(str(tmp_path), "steps")
+    steps.FIRST, steps.LAST, steps.KERNELS = 1, 1, 3
+    for _ in range(5):
+        steps.run(lambda: seen.append(fake.running))
+    assert seen == [False, False, True, True, False]
+    lines = (tmp_path / "steps.kernels.txt").read_text().splitlines()
+    assert lines[0] == "47 us a step, mean of 2 steps"
+    assert [line.split() for line in lines[1:]] == [
+        ["45.0", "us", "2.0", "x", "product"],
+        ["2.0", "us", "4.0", "x", "norm"],
+    ]

@@ -41,7 +41,8 @@ class EngineOptions:
         `rollout.router_replay`. It disables the prefix cache.
       lora_rank, lora_targets: rank of the adapters, and last parts of their layers' names; rank 0: none. Only for a
         bridge that is started by hand on a folder of weights; a trainer lists adapters among the folder's tensors.
-      profile: folder for profiles of every load and read-back, and of a hundred steps; empty: none.
+      profile: folder for profiles of every load and read-back, of a hundred steps, and of a GPU's kernels in the next
+        32; empty: none.
     """
 
     engine: Literal["vllm", "fake"] = "vllm"

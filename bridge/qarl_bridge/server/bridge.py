@@ -63,7 +63,7 @@ class Bridge:
     """The state machine. Call `serve(listener)`, which starts the socket's threads, then `run()` in the main thread."""
 
     def __init__(self, engine: Engine, log: Callable[[str], None] = lambda line: None, profile: str = ""):
-        """profile: folder for profiles of every load and read-back, and of a hundred steps; empty: no profiles."""
+        """profile: folder for profiles, as in `EngineOptions`; empty: no profiles."""
         self._engine = engine
         self._profile, self._steps = profile, Steps(profile, "steps")
         self._log = log
