@@ -14,8 +14,11 @@ nothing of that, the bridge's CPU layers are timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +31,7 @@ from benchmarks.shapes import SIZES
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 _FLUSH = 256 * 2**20
 Product = Callable[[torch.Tensor], torch.Tensor]
+Tile = tuple[int, int, int, int, int]
 
 
 def layers_of(shapes: str) -> dict[str, tuple[int, int]]:
@@ -151,30 +155,79 @@ def equal(kind: Any, layer: torch.nn.Module, k: int, rows: int) -> bool:
     return torch.equal(kind.apply_weights(layer, x[:rows]), kind.apply_weights(layer, x)[:rows])
 
 
+def random_words(bits: int, group: int, n: int, k: int) -> Any:
+    """Makes a random weight as the CUDA kernel reads it, without vLLM's layers."""
+    from qarl_bridge.engine.cuda import asym_ops
+
+    made = arrays_of(bits, group, n, k, "cuda")
+    lanes = {width: made[f"weight_u{width}"] for width in formats.LANES[bits]}
+    upper = max(lanes)
+    return asym_ops.Words(
+        codes=asym_ops.interleaved(lanes[upper], upper),
+        low=asym_ops.interleaved(lanes[1], 1) if bits == 3 else None,
+        levels=asym_ops.levels_of(made["weight_scale"], made["weight_zero_point"], k),
+        steps=torch.full((n,), 2.0**-15, dtype=torch.bfloat16, device="cuda"),
+        bits=bits,
+        group=group,
+        middle=0,
+    )
+
+
+def tiles_of(rows: int) -> list[Tile]:
+    """Lists the tiles that may suit `rows` rows: (rows, outputs, inputs, warps, stages)."""
+    if rows <= 16:
+        return list(itertools.product((16,), (64, 128), (128, 256, 512), (4, 8), (3, 5, 7)))
+    heights = {min(1 << (rows - 1).bit_length(), height) for height in (64, 128, 256)}
+    return list(itertools.product(sorted(heights), (64, 128), (128, 256), (4, 8), (3, 4)))
+
+
+def compile_tile(job: tuple[int, int, int, int, Tile]) -> None:
+    """Compiles one tile's kernel for a layer [n, k] into Triton's cache, in a process of its own."""
+    from qarl_bridge.engine.cuda import ops
+
+    bits, group, n, k, tile = job
+    with contextlib.suppress(Exception):  # Triton's, of shared memory or registers
+        ops.product(torch.zeros(tile[0], k, device="cuda").bfloat16(), random_words(bits, group, n, k), tile=tile)
+
+
 def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Times each product of the first scheme alone: as it is, with other splits of K, and under all tiles."""
+    """Times each product of the first scheme alone: as it is, with other splits of K, and under all tiles that give its
+    bits. All tiles are compiled first, by many processes."""
+    from qarl_bridge.engine.cuda import ops
+
     name, _, suffix = args.schemes[0].partition(":g")
-    for layer, (n, k) in layers_of(args.shapes).items():
-        made = [layer_of(int(name[1]), int(suffix or 32), n, k, "cuda") for _ in range(args.layers)]
-        words = [kind.words(held) for kind, held in made]
+    bits, group = int(name[1]), int(suffix or 32)
+    shapes = layers_of(args.shapes)
+    wanted = {tile for rows in args.rows for tile in tiles_of(rows)}
+    jobs = [(bits, group, n, k, tile) for n, k in shapes.values() for tile in sorted(wanted)]
+    with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1)) as pool:
+        for _ in pool.imap_unordered(compile_tile, jobs):
+            pass
+    for layer, (n, k) in shapes.items():
+        words = [random_words(bits, group, n, k) for _ in range(args.layers)]
         for rows in args.rows:
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            most = max(16, 1 << (rows - 1).bit_length())
-            heights = sorted({min(most, height) for height in (64, 128, 256)})
-            choices = itertools.product(heights, (64, 128), (128, 256), (4, 8), (3, 5, 7))
-            found = [(us, tile) for tile in choices if (us := timed(words, x, tile)) is not None]
+            y = ops.product(x, words[0])
+            found = [(us, tile) for tile in tiles_of(rows) if (us := timed(words, x, tile, like=y)) is not None]
             row = {"layer": layer, "n": n, "k": k, "rows": rows, "splits": split_k.splits_of(n, k)}
             parts = {str(splits): timed(words, x, None, splits) for splits in (1, 2, 4, 8)}
-            yield row | {"us": timed(words, x, None), "by_splits": parts, "best": sorted(found)[:5]}
+            yield row | {"us": timed(words, x, None), "by_splits": parts, "best": sorted(found)[:8]}
 
 
 def timed(
-    words: Sequence[Any], x: torch.Tensor, tile: tuple[int, int, int, int, int] | None, splits: int | None = None
+    words: Sequence[Any],
+    x: torch.Tensor,
+    tile: Tile | None,
+    splits: int | None = None,
+    like: torch.Tensor | None = None,
 ) -> float | None:
-    """Times one product, in microseconds; None: the tile does not fit the GPU's shared memory or registers."""
+    """Times one product, in microseconds; None: the tile does not fit the GPU's shared memory or registers, or the
+    first weight's output is not `like`."""
     from qarl_bridge.engine.cuda import ops
 
     try:
+        if like is not None and not torch.equal(ops.product(x, words[0], tile=tile, splits=splits), like):
+            return None
         us = microseconds(lambda: [ops.product(x, one, tile=tile, splits=splits) for one in words], "cuda", 5)
     except Exception:  # Triton's, of shared memory or registers
         torch.cuda.synchronize()
