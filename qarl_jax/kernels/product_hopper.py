@@ -13,7 +13,8 @@ the cores keep some 14 bits of a sum (docs/concepts/engines.md). The tile does n
 after the last input, with which CUTLASS pads its last tile.
 
 bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.split_k`). One pass over the inputs
-fills all of them; at the end they are added in float32. So the parts cost no further pass over memory.
+fills all of them; at the end they are added in float32. So the parts cost no further pass over memory. The parts of an
+adapter's product are many. They lie side by side in the result, as if they were further outputs, and XLA adds them.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ LOW = Tile(m=64, n=128, split="n")
 # Of bfloat16: 64 inputs are 128 bytes. Two parts have two accumulators.
 FLOAT = Tile(k=64)
 FLOAT_SPLIT = Tile(n=128, k=64, steps=3)
+# Of adapters: many parts, few outputs, sums in float32.
+FLOAT_PARTS = Tile(n=64, k=64, out_n=32)
 
 
 def tile_for(m: int, n: int) -> Tile:
@@ -105,6 +108,7 @@ def _kernel(
     bias: bool,
     factor: bool = False,
     splits: int = 1,
+    parts: int = 1,
     promoted: bool = False,
     interpret: bool = False,
 ) -> None:
@@ -112,11 +116,12 @@ def _kernel(
 
     Args:
       refs: x [M, K], w [N, K] (interpreted: [K, N]), scales s_x [M] and s_w [N] if `scaled`, factors [N] and a bias [N]
-        if any, and the result [M, N].
+        if any, and the result [M, parts N].
       tile: divides them.
       scaled: codes, whose sum is rescaled.
       bias: whether there is one. factor: whether there are factors, which the sum meets before it is rounded.
       splits: of K, equal ones, each with an accumulator of its own.
+      parts: of K, equal ones, each with N columns of the result.
       promoted: the sum of every tile of inputs is added up in float32 registers, outside of the tensor cores.
       interpret: whether on a CPU.
     """
@@ -125,11 +130,11 @@ def _kernel(
     f_ref = vectors[:1] if factor else []
     b_ref = vectors[-1:] if bias else []
     (height, depth), width = x_ref.shape, w_ref.shape[1 if interpret else 0]
-    tiles = height // tile.m, width // tile.n
-    steps = depth // tile.k // splits
+    tiles = height // tile.m, parts * (width // tile.n)
+    steps = depth // tile.k // splits // parts
     part_m, part_n = tile.part
     swizzled = mgpu.TilingTransform((8, tile.k)), mgpu.SwizzleTransform(tile.k * x_ref.dtype.itemsize)
-    written = mgpu.TilingTransform((8, tile.out_n)), mgpu.SwizzleTransform(2 * tile.out_n)
+    written = mgpu.TilingTransform((8, tile.out_n)), mgpu.SwizzleTransform(out_ref.dtype.itemsize * tile.out_n)
 
     def block(*shape: int, part: int, k: int = 1) -> mgpu.BlockSpec:
         """Tiles one after the other along dimension k, of a part of it."""
@@ -161,7 +166,9 @@ def _kernel(
         @mgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
         def _one_tile(place: Any) -> None:
             row, column = mgpu.planar_snake(place.index[0], tiles, 0, tile.width)
-            rows, columns = row * tile.m, column * tile.n
+            rows, written_at = row * tile.m, column * tile.n
+            part = lax.div(column, jnp.int32(width // tile.n)) if parts > 1 else 0
+            columns = written_at - part * width
 
             accumulator = mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype])
 
@@ -181,7 +188,7 @@ def _kernel(
                 return lax.broadcast_in_dim(by_column, (part_m, part_n), (1,))
 
             def finish(sums: Any) -> None:
-                first_m, first_n = rows + inner_m, columns + inner_n
+                first_m, first_n, first_out = rows + inner_m, columns + inner_n, written_at + inner_n
                 total = functools.reduce(jnp.add, sums)
                 b = [of_outputs(ref, first_n) for ref in b_ref]
                 if scaled:
@@ -195,13 +202,13 @@ def _kernel(
                     total = total.astype(jnp.bfloat16).astype(jnp.float32) if bias else total
                 if bias and not scaled:
                     total = total + b[0]
-                y = total.astype(jnp.bfloat16)
+                y = total.astype(out_ref.dtype)
                 for i in range(part_n // tile.out_n):
                     mgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
                     slot = out_smem.at[warpgroup, i % tile.slots]
                     slot[...] = y[:, i * tile.out_n : (i + 1) * tile.out_n]
                     mgpu.commit_smem()
-                    at = pl.ds(first_m, part_m), pl.ds(first_n + i * tile.out_n, tile.out_n)
+                    at = pl.ds(first_m, part_m), pl.ds(first_out + i * tile.out_n, tile.out_n)
                     mgpu.copy_smem_to_gmem(slot, out_ref.at[at])
                 mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -230,15 +237,15 @@ def _kernel(
                 # would be copied over theirs.
                 mgpu.wgmma_wait(0)
 
-            x, w = x_ref.at[pl.ds(rows, tile.m)], w_ref.at[pl.ds(columns, tile.n)]
-            if interpret:
-                w = w_ref.at[:, pl.ds(columns, tile.n)]
+            inputs = pl.ds(part * (depth // parts), depth // parts) if parts > 1 else slice(None)
+            x = x_ref.at[pl.ds(rows, tile.m), inputs]
+            w = w_ref.at[inputs, pl.ds(columns, tile.n)] if interpret else w_ref.at[pl.ds(columns, tile.n), inputs]
             pipeline(step, context)(*[x] * splits, *[w] * splits, allocations=allocations)
 
     pl.run_scoped(
         walk,
         pipeline(nothing, nothing).get_allocations(*[x_ref] * splits, *[w_ref] * splits),
-        mgpu.SMEM((2, tile.slots, part_m, tile.out_n), jnp.bfloat16, transforms=written),
+        mgpu.SMEM((2, tile.slots, part_m, tile.out_n), out_ref.dtype, transforms=written),
         collective_axes="warpgroup",
     )
 
@@ -291,8 +298,15 @@ def float_product(
 
     Args:
       x, w: bfloat16. bias, factor: float32.
-      splits: one or two (`split_k.splits_of`). tile, blocks, interpret: as in `product`.
+      splits: one or two (`split_k.splits_of`), or more without bias and factor (`split_k.splits_of_adapter`).
+      tile, blocks, interpret: as in `product`.
     """
+    if splits > 2:
+        tile, n = tile or FLOAT_PARTS, w.shape[0]
+        x, w = _filled(x, 1, split_k.STEP * splits), _filled(w, tile.n, split_k.STEP * splits)
+        sums = _launch(x, w, (), None, tile, blocks, interpret, "hopper_bf16", scaled=False, factor=False, parts=splits)
+        each = (lax.slice_in_dim(sums, p * w.shape[0], p * w.shape[0] + n, axis=1) for p in range(splits))
+        return functools.reduce(jnp.add, each).astype(jnp.bfloat16)
     if tile is None:
         tile = FLOAT if splits == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_SPLIT
     multiple = max(1, split_k.STEP * splits)  # both parts of the same length: behind the last input there are zeros
@@ -311,6 +325,7 @@ def _launch(
     blocks: int | None,
     interpret: Any,
     name: str,
+    parts: int = 1,
     **static: Any,
 ) -> jax.Array:
     """The kernel on operands filled up to whole tiles.
@@ -321,23 +336,23 @@ def _launch(
     if blocks is None:
         blocks = jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else _MULTIPROCESSORS
     x, w = _filled(x, tile.m, tile.k), _filled(w, tile.n, tile.k)
-    (rows, _), outputs = x.shape, w.shape[0]
+    (rows, _), outputs = x.shape, parts * w.shape[0]
     interpreted = interpret is not None
     vectors = [_filled(of_rows, tile.m) for of_rows in scales[:-1]] + [_filled(s, tile.n) for s in scales[-1:]]
     if bias is not None:
         vectors.append(_filled(bias, tile.n))
-    kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, interpret=interpreted, **static)
-    kernel.__name__ = f"{name}_{outputs}x{x.shape[1]}"  # type: ignore[attr-defined]  # in traces
+    kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, parts=parts, interpret=interpreted, **static)
+    kernel.__name__ = f"{name}_{w.shape[0]}x{x.shape[1]}"  # type: ignore[attr-defined]  # in traces
     y = mgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16 if parts == 1 else jnp.float32),
         grid=(min(blocks, rows // tile.m * (outputs // tile.n)),),
         grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
         interpret=interpret,
     )(x, w.T if interpreted else w, *vectors)
-    return y if (rows, outputs) == (m, n) else y[:m, :n]
+    return y if (rows, outputs) == (m, n) else y[:m, : parts * n]
 
 
 def _filled(x: jax.Array, *multiples: int) -> jax.Array:

@@ -122,11 +122,11 @@ class Linear(nnx.Module):
         assert self.lora_a is not None
         assert self.lora_b is not None
         a, b = self.lora_a.get_value(), self.lora_b.get_value()
-        numerics = dataclasses.replace(self.numerics, splits=1, shards=1)
+        whole = dataclasses.replace(self.numerics, splits=1, shards=1)
         used = round_to(jax.lax.stop_gradient(a), x.dtype), folded(jax.lax.stop_gradient(b), self.lora_scale, x.dtype)
         used = constrain(used[0], None, None), constrain(used[1], "tensor", None)
-        h = quant.dot(x, a, used[0], numerics=numerics)
-        d = quant.dot(h, b * jnp.asarray(self.lora_scale, b.dtype), used[1], numerics=numerics)
+        h = quant.dot(x, a, used[0], numerics=self.numerics.of_adapter(x.shape[-1]))
+        d = quant.dot(h, b * jnp.asarray(self.lora_scale, b.dtype), used[1], numerics=whole)
         return round_to(y.astype(jnp.float32) + d.astype(jnp.float32), x.dtype)
 
     def held(self, dtype: Any) -> tuple[jax.Array, Any]:

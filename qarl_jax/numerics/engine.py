@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qarl_bridge.protocol.split_k import splits_of
+from qarl_bridge.protocol.split_k import splits_of, splits_of_adapter
 
 from qarl_jax.types import UserError
 
@@ -94,6 +94,13 @@ class Numerics:
             return own
         shape = (outputs, inputs // self.shards) if spread_inputs else (outputs // self.shards, inputs)
         return dataclasses.replace(own, splits=splits_of(*shape))
+
+    def of_adapter(self, inputs: int) -> Numerics:
+        """Returns the arithmetic of the product of a layer's inputs, [.., inputs], with its adapter's A.
+
+        Every shard of an engine computes it whole. B is multiplied in one part.
+        """
+        return dataclasses.replace(self, splits=splits_of_adapter(inputs) if self.split_k else 1, shards=1)
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.

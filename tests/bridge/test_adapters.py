@@ -35,9 +35,10 @@ class Layer(torch.nn.Module):
         return self.y.expand(len(x), -1), None
 
 
-def product(x, weight):
-    """bf(x W^T), the sum in float64."""
-    return (x.double() @ weight.double().t()).float().bfloat16()
+def product(x, weight, splits, added):
+    """bf(x W^T), the sum in float64, or bf(added + that)."""
+    d = (x.double() @ weight.double().t()).float().bfloat16()
+    return d if added is None else added - (0.0 - d)
 
 
 def made(ranks):
@@ -81,7 +82,7 @@ def test_the_adapter_of_a_fused_layer_is_each_part_s_own(ranks):
         d = torch.zeros(5, size).bfloat16()
         if name in ranks:
             a, b = (version[f"{PARENT}.{name}.lora_{one}.weight"] for one in "AB")
-            d = product(product(x, a), b)
+            d = product(product(x, a, 1, None), b, 1, None)
         parts.append(d)
     want = (before.float() + torch.cat(parts, dim=1).float()).bfloat16()
     assert bias is None

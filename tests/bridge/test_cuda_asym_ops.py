@@ -93,7 +93,7 @@ def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
             names = dict(x=f"tensordesc<bf16[{bm}, {bk}]>", w=tile(8 if bits == 3 else 4 * bits), s=levels,
                          t_ptr="*bf16", y_ptr="*bf16", partial_ptr="*fp32", done_ptr="*i32", M="i32", N="i32", K="i32")
             static = dict(PARTS=1, BITS=bits, GROUP=group, ZEROS=True, MIDDLE=0, SPLIT=False, FACTOR=False, BIAS=False,
-                          BM=bm, BN=bn, BK=bk, f_ptr=None, b_ptr=None)
+                          ADDED=False, BM=bm, BN=bn, BK=bk, f_ptr=None, b_ptr=None, a_ptr=None)
             (names if bits == 3 else static)["low"] = tile(4) if bits == 3 else None
             signature = names | dict.fromkeys(static, "constexpr")
             values = {(kernel.arg_names.index(name),): value for name, value in static.items()}

@@ -24,7 +24,7 @@ def test_parts_side_by_side_are_parts_one_after_the_other(run):
 
         torch.manual_seed(0)
         # The last two are an adapter's, A and B, whose tiles are larger than the matrix.
-        for m, n, k, splits in ((5, 192, 1280, 2), (70, 128, 384, 1), (5, 8, 384, 1), (33, 192, 8, 1)):
+        for m, n, k, splits in ((5, 192, 1280, 2), (70, 128, 384, 1), (6, 8, 1536, 4), (33, 192, 8, 1)):
             # The interpreter has no bfloat16 arithmetic.
             x, w = torch.randn(m, k).half(), torch.randn(n, k).half()
             sums = [x[:, a:b].float() @ w[:, a:b].float().T for a, b in split_k.cuts(k, splits)]
@@ -126,6 +126,19 @@ def test_a_factor_meets_the_sum_which_is_rounded_before_the_bias(run):
             options = {"factor": factor, "splits": 2, "split": split, "out_dtype": torch.float16}
             assert torch.equal(ops.product(x, w, **options), sums.half())
             assert torch.equal(ops.product(x, w, bias=bias, **options), (sums.half().float() + bias.float()).half())
+    """)
+
+
+def test_an_addend_meets_the_rounded_product(run):
+    run("""
+        x, w = torch.randn(5, 1536).bfloat16(), torch.randn(40, 1536).bfloat16()
+        x[3] = 0
+        y = torch.where(torch.arange(40) < 8, -0.0, torch.randn(5, 40)).bfloat16()
+        for splits in (1, 3):
+            d = ops.product(x, w, splits=splits)
+            found = ops.product(x, w, splits=splits, added=y)
+            assert torch.equal(found.view(torch.int16), (y - (0.0 - d)).view(torch.int16))
+            assert torch.equal(found[3].view(torch.int16), y[3].view(torch.int16))
     """)
 
 

@@ -110,14 +110,14 @@ def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(sha
     assert torch.equal(torch.from_dlpack(learners(x, w, qt, bias)), whole)
 
 
-@pytest.mark.parametrize("rank", [8, 32, 64])
-def test_an_adapters_products_are_the_learners_and_a_fused_layers_are_its_parts(rank):
+@pytest.mark.parametrize(("rank", "inputs"), [(8, 4096), (32, 4096), (64, 4096), (32, 12288), (16, 1408)])
+def test_an_adapters_products_are_the_learners_and_a_fused_layers_are_its_parts(rank, inputs):
     torch = pytest.importorskip("torch")
     from qarl_bridge.engine.cuda import ops
 
-    numerics = dataclasses.replace(quant.resolve("cuda"), splits=1)
-    dot = jax.jit(lambda x, w: quant.dot(x, w, w, numerics=numerics))
-    outputs, k = (4096, 1024, 1024), 4096
+    outputs, k = (4096, 1024, 1024), inputs
+    many, one_part = quant.resolve("cuda").of_adapter(k), dataclasses.replace(quant.resolve("cuda"), splits=1)
+    dot = jax.jit(lambda x, w: quant.dot(x, w, w, numerics=many if x.shape[1] == k else one_part))
     keys = iter(jax.random.split(jax.random.key(rank), 7))
     x = jax.random.normal(next(keys), (513, k), jnp.bfloat16)
     a = [(jax.random.normal(next(keys), (rank, k)) / 64).astype(jnp.bfloat16) for _ in outputs]
@@ -126,5 +126,10 @@ def test_an_adapters_products_are_the_learners_and_a_fused_layers_are_its_parts(
     x_t, stacked = torch.from_dlpack(x), torch.cat([torch.from_dlpack(one) for one in a])
     diagonal = torch.block_diag(*(torch.from_dlpack(one).float() for one in b)).bfloat16()
     for rows in (1, 17, 128, 513):
-        h = ops.product(x_t[:rows], stacked, splits=1)
-        assert torch.equal(ops.product(h, diagonal, splits=1), torch.from_dlpack(mine)[:rows])
+        h = ops.product(x_t[:rows], stacked, splits=many.splits)
+        d = ops.product(h, diagonal, splits=1)
+        assert torch.equal(d, torch.from_dlpack(mine)[:rows])
+        y = torch.where(torch.arange(len(d.T), device="cuda") < 64, -0.0, torch.randn_like(d))
+        h[-1] = 0  # where d is 0, y is y: -0 too
+        both = ops.product(h, diagonal, splits=1, added=y)
+        assert torch.equal(both.view(torch.int16), (y - (0.0 - ops.product(h, diagonal, splits=1))).view(torch.int16))

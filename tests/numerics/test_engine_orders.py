@@ -41,6 +41,18 @@ def test_only_narrow_layers_with_many_inputs_are_cut():
         1,
     ]
     assert split_k.splits_of(896, 896) == 1  # seven steps
+    assert [split_k.splits_of(outputs, 5120) for outputs in (5120, 7168)] == [2, 1]
+
+
+def test_the_parts_of_an_adapter_are_equally_long_and_few():
+    found = {inputs: split_k.splits_of_adapter(inputs) for inputs in (576, 1536, 4096, 5120, 8960, 12288, 18944, 27648)}
+    assert found == {576: 1, 1536: 3, 4096: 8, 5120: 8, 8960: 7, 12288: 8, 18944: 4, 27648: 8}
+    for inputs, parts in found.items():
+        lengths = {end - first for first, end in split_k.cuts(inputs, parts)}
+        assert len(lengths) == 1
+        assert lengths.pop() >= min(inputs, 4 * split_k.STEP)
+    assert resolve("plain").of_adapter(4096).splits == 1
+    assert (resolve("cuda").of_adapter(4096).splits, resolve("cpu").of_adapter(4096).splits) == (8, 1)
 
 
 # ---- w4a16 split along K --------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ Layers that vLLM fuses have one adapter, whose B is block diagonal:
     h = x [A_q; A_k; A_v]^T        d = h diag(B_q, B_k, B_v)^T
 
 The zeros of B add exact zeros, so two products compute three adapters. Products are the device's batch-invariant ones:
-sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, without split-K.
+sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU. On a GPU many multiprocessors share the inputs of A,
+which has few outputs (`split_k.splits_of_adapter`).
 
 A shard of a tensor-parallel engine holds all of A, and the rows of B for its layer's outputs. If a layer's inputs are
 spread over shards, they are all-gathered first. So the results equal those of one shard.
@@ -37,13 +38,13 @@ from typing import Any
 
 import torch
 
-from qarl_bridge.protocol import adapters, messages
+from qarl_bridge.protocol import adapters, messages, split_k
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import stems
 from qarl_bridge.server import staged_gpu
 from qarl_bridge.server.staged import HostCopy
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 Gather = Callable[[torch.Tensor], torch.Tensor]
 _UNIT = 8  # ranks are filled up with zeros: a row of B has whole 16 bytes
 _START = 256  # elements; a multiple of them precedes each matrix, as kernels want their operands
@@ -96,7 +97,8 @@ class Adapter:
     """The adapter of one live layer, which may fuse several published adapters.
 
     Args:
-      product: a function (x [..., K], weight [N, K]) that returns bf(x W^T).
+      product: a function (x [..., K], weight [N, K], splits, added) that returns d = bf(x W^T), whose sum has `splits`
+        parts of K; with added [..., N] it returns bf(added + d).
 
     Attributes:
       a: [ranks, K]. b: [N, ranks].
@@ -107,8 +109,8 @@ class Adapter:
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Adds the adapter's output for inputs x [..., K] to the layer's output y [..., N]."""
-        d = self._product(self._product(x, self.a), self.b)
-        return y - (0.0 - d)  # y + d, but y itself, and not +0 for -0, where d is 0
+        h = self._product(x, self.a, split_k.splits_of_adapter(x.shape[-1]), None)
+        return self._product(h, self.b, 1, y)
 
 
 def _with(adapter: Adapter, forward: Callable[..., Any], gather: Gather | None) -> Callable[..., Any]:

@@ -30,11 +30,16 @@ def _product() -> tuple[Product, torch.dtype]:
     if current_platform.is_cpu():
         from qarl_bridge.engine.cpu import linear
 
-        return lambda x, weight: linear.product(x, weight, None), torch.float64
+        def in_float64(x: torch.Tensor, weight: torch.Tensor, splits: int, added: torch.Tensor | None) -> torch.Tensor:
+            d = linear.product(x, weight, None)
+            return d if added is None else added - (0.0 - d)  # the addend itself, and not +0 for -0, where d is 0
+
+        return in_float64, torch.float64
     from qarl_bridge.engine.cuda import ops
 
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = ops.product(x.reshape(-1, x.shape[-1]), weight, splits=1)
+    def product(x: torch.Tensor, weight: torch.Tensor, splits: int, added: torch.Tensor | None) -> torch.Tensor:
+        added = None if added is None else added.reshape(-1, added.shape[-1])
+        y = ops.product(x.reshape(-1, x.shape[-1]), weight, splits=splits, added=added)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     return product, torch.bfloat16

@@ -18,8 +18,10 @@ import itertools
 
 STEP = 128  # inputs; parts are whole steps
 OUTPUTS = 128  # of a tile
-NARROW = 33  # tiles of outputs, which leave most of an H100's 132 multiprocessors idle when there are few rows
+NARROW = 40  # tiles of outputs, which leave many of an H100's 132 multiprocessors idle when there are few rows
 LEAST_STEPS = 8  # of an inner dimension worth cutting
+MOST_PARTS = 8  # of an adapter's product
+PART_STEPS = 4  # of an adapter's part, at least
 
 
 def splits_of(outputs: int, inputs: int) -> int:
@@ -30,6 +32,17 @@ def splits_of(outputs: int, inputs: int) -> int:
     """
     tiles, steps = -(-outputs // OUTPUTS), -(-inputs // STEP)
     return 2 if tiles <= NARROW and steps >= LEAST_STEPS else 1
+
+
+def splits_of_adapter(inputs: int) -> int:
+    """Decides the number of parts into which an adapter's first product, h = x A^T, cuts its inputs: eight at most.
+
+    An adapter has so few outputs that one or two multiprocessors would do all the work. Parts are equally long, of at
+    least four steps.
+    """
+    steps = -(-inputs // STEP)
+    least = max(PART_STEPS, -(-steps // MOST_PARTS))
+    return next((steps // length for length in range(least, steps) if steps % length == 0), 1)
 
 
 def cuts(inputs: int, splits: int) -> list[tuple[int, int]]:

@@ -191,9 +191,9 @@ def _part(x, w, low, s, t, row, output, N, first, end, BITS: tl.constexpr, GROUP
 
 
 @triton.jit
-def _product(x, w, low, s, t_ptr, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
+def _product(x, w, low, s, t_ptr, f_ptr, b_ptr, a_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
              BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, SPLIT: tl.constexpr,
-             FACTOR: tl.constexpr, BIAS: tl.constexpr,
+             FACTOR: tl.constexpr, BIAS: tl.constexpr, ADDED: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Computes one tile [BM rows, BN outputs]. With SPLIT a program computes one part; the last adds all, in order.
 
@@ -226,10 +226,13 @@ def _product(x, w, low, s, t_ptr, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M,
     else:
         end = shorter + (longer > 0)
         acc = _part(x, w, low, s, t, row, output, N, 0, end, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
-        for p in tl.static_range(1, PARTS):
-            first = end
-            end = first + shorter + (longer > p)
-            acc += _part(x, w, low, s, t, row, output, N, first, end, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
+        if PARTS == 2:
+            acc += _part(x, w, low, s, t, row, output, N, end, steps, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
+        elif PARTS > 2:  # a loop of the program: its text would be long
+            for p in range(1, PARTS):
+                first = p * shorter + tl.minimum(p, longer)
+                end = first + shorter + (p < longer).to(tl.int32)
+                acc += _part(x, w, low, s, t, row, output, N, first, end, BITS, GROUP, ZEROS, MIDDLE, BM, BN, BK)
     if last:
         if FACTOR:
             acc *= tl.load(f_ptr + outputs, mask=outputs < N, other=0.0)[:, None]
@@ -238,7 +241,10 @@ def _product(x, w, low, s, t_ptr, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M,
             acc += tl.load(b_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
         y = tl.trans(acc).to(y_ptr.dtype.element_ty)
         rows = (row + tl.arange(0, BM)).to(tl.int64)
-        tl.store(y_ptr + rows[:, None] * N + outputs[None, :], y, mask=(rows < M)[:, None] & (outputs < N)[None, :])
+        at, there = rows[:, None] * N + outputs[None, :], (rows < M)[:, None] & (outputs < N)[None, :]
+        if ADDED:  # the addend itself, and not +0 for -0, where y is 0
+            y = (tl.load(a_ptr + at, mask=there, other=0.0).to(tl.float32) - (0.0 - y.to(tl.float32))).to(y.dtype)
+        tl.store(y_ptr + at, y, mask=there)
 
 
 _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -260,6 +266,7 @@ def product(
     bias: torch.Tensor | None = None,
     *,
     factor: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     splits: int | None = None,
     tile: tuple[int, int, int, int, int] | None = None,
@@ -273,6 +280,7 @@ def product(
         e4m3 [K/16, N]; N a multiple of 16.
       bias: [N] or None.
       factor: float32 [N] or None; multiplies the sum, which is then rounded to out_dtype before the bias is added.
+      added: [M, N] of out_dtype or None; the rounded product is added to it, and the sum rounded.
       out_dtype: bfloat16 or float32.
       splits: number of parts of K (split-K); None: `split_k.splits_of`.
       tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: compute parts in
@@ -297,7 +305,8 @@ def product(
     partial, done = _workspace(x.device)
     if split is None:
         split = splits > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
-    x = x if x.is_contiguous() else x.contiguous()
+    x = x.contiguous()
+    added = None if added is None else added.contiguous()
     low = None
     if isinstance(weight, asym_ops.Words):
         w, low, s = weight.descriptors(bn, bk)
@@ -308,9 +317,10 @@ def product(
         # Flat first: a single group's row may have any stride, but a descriptor's may not.
         s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), bn])
     _product[(blocks // splits, splits if split else 1)](
-        TensorDescriptor.from_tensor(x, [bm, bk]), w, low, s, steps, factor, bias, y, partial, done, m, n, k,
+        TensorDescriptor.from_tensor(x, [bm, bk]), w, low, s, steps, factor, bias, added, y, partial, done, m, n, k,
         PARTS=splits, BITS=bits, GROUP=group, ZEROS=zeros, MIDDLE=middle, SPLIT=split,
-        FACTOR=factor is not None, BIAS=bias is not None, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+        FACTOR=factor is not None, BIAS=bias is not None, ADDED=added is not None,
+        BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
