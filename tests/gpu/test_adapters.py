@@ -76,6 +76,7 @@ def test_a_version_prepared_beside_a_busy_stream_is_what_a_load_makes_live():
         thread.start()
         while thread.is_alive():
             busy = torch.nn.functional.normalize(busy @ busy)
+            torch.cuda.current_stream().synchronize()  # else a thousand of these wait in the stream
         thread.join()
         assert torch.equal(outputs(modules, x), wanted[live])
         assert held.prepared(manifest.digest) == {}
