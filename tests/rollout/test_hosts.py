@@ -18,7 +18,7 @@ from qarl_jax.rollout.vllm import gpu_staging, hosts
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.run import config, description
 from qarl_jax.types import UserError
-from tests.reference import processes, tiny
+from tests.reference import namespaces, processes, tiny
 from tests.reference.bridge_world import alive, wait_for
 from tests.reference.processes import assert_equal
 
@@ -143,6 +143,21 @@ def test_two_processes_with_an_engine_each_equal_one_with_two_to_the_bit(toys, t
     assert "process 1: fake 1" in said[1]
     assert len(set(engines_of(said))) == 2
     all_end(engines_of(said))
+
+
+@namespaces.needed
+@pytest.mark.nightly
+def test_two_network_namespaces_with_an_engine_each_equal_one_host_to_the_bit(toys, toys_alone, tmp_path):
+    two = toys.changed(run_dir=str(toys.folder / "apart"), log={"view": "lines"})
+    code = (
+        "import os, sys; from qarl_jax import train;"
+        " sys.exit(train.main([*sys.argv[1:], 'distributed.process_id=' + os.environ['NUMBER']]))"
+    )
+    words = two.command("distributed.coordinator=first:7777", "distributed.num_processes=2")
+    codes, said = namespaces.launch(tmp_path, code, *words, programs=str(toys.folder / "programs"))
+    assert codes == [0, 0], said
+    assert_equal(two, toys_alone, FILES)
+    assert "process 1: fake 1" in said[1]
 
 
 @pytest.mark.nightly
