@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from qarl_jax import doctor, train
+from qarl_jax.memory import choose, plan
 from qarl_jax.memory import engine as on_engine
-from qarl_jax.memory import plan
 from qarl_jax.rollout.vllm import gpu_staging, hosts
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.run import config, description
@@ -116,6 +116,15 @@ def test_plan_description_and_doctor_know_the_engines_of_each_process(tmp_path):
     assert not list(doctor.engines(many.config))
 
 
+def test_an_engine_of_more_shards_than_a_process_has_gpus_is_refused_before_a_start(tmp_path):
+    engine = {"name": "vllm", "max_model_len": 64, "memory": "auto", "tensor_parallel_size": 2}
+    each = tiny.World(tmp_path).changed(mesh={"fsdp": 4}, rollout={"engine": engine})
+    two, four = (each.changed(distributed={"coordinator": "auto", "num_processes": of}).config for of in (2, 4))
+    assert choose.with_engines(two).rollout.engine.started == 1
+    with pytest.raises(UserError, match=r"does not divide a process's 1 GPU.*start fewer processes"):
+        choose.with_engines(four)
+
+
 def test_engines_of_a_process_are_on_its_own_gpus_in_turn(monkeypatch):
     class Device:
         def __init__(self, number, platform="gpu"):
@@ -127,6 +136,8 @@ def test_engines_of_a_process_are_on_its_own_gpus_in_turn(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert gpu_staging.own_gpus(2) == "6;7"
     assert gpu_staging.own_gpus(2, shards=2) == "6,7;6,7"
+    with pytest.raises(UserError, match=r"each process has 2 GPU.*distributed.local_devices"):
+        gpu_staging.own_gpus(1, shards=4)
     monkeypatch.setattr(gpu_staging.jax, "local_devices", lambda: [Device(0, "cpu")])
     assert gpu_staging.own_gpus(2) == ""
 
