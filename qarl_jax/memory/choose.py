@@ -100,15 +100,18 @@ def with_engines(cfg: RunConfig) -> RunConfig:
     """
     engine, hosts = cfg.rollout.engine, processes.planned(cfg.distributed)
     devices = max(1, learner.planned_mesh(cfg).size // hosts)
-    if not isinstance(engine, VllmConfig) or engine.memory != "auto" or devices == 1:
-        return cfg
-    if engine.replicas or engine.visible_gpus or engine.endpoints:
+    if not isinstance(engine, VllmConfig) or engine.memory != "auto":
         return cfg
     shards = engine.tensor_parallel_size
+    if engine.replicas or engine.visible_gpus or engine.endpoints or (devices == 1 and (hosts == 1 or shards == 1)):
+        return cfg
     if devices % shards:
+        whose, other = "the learner's", "name the engine's in rollout.engine.visible_gpus"
+        if hosts > 1:
+            whose, other = "a process's", "start fewer processes, each with more GPUs (distributed.local_devices)"
         raise UserError(
-            f"rollout.engine.tensor_parallel_size={shards} does not divide the learner's {devices} GPUs: lower it, or "
-            "name the engine's in rollout.engine.visible_gpus"
+            f"rollout.engine.tensor_parallel_size={shards} does not divide {whose} {devices} GPU(s): lower it, or"
+            f" {other}"
         )
     replicas = devices // shards
     if cfg.distributed.is_on:  # each process knows its own GPUs

@@ -27,6 +27,7 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -191,9 +192,24 @@ def fetch(tree: Any) -> Any:
 def _meet() -> None:
     """Waits until all processes are here. A collective alone may not: on CPUs Gloo's fails after half an hour, in which
     one process grades or samples and the others wait."""
-    client = distributed.global_state.client
+    client, number = distributed.global_state.client, next(_MEETINGS)
     assert client is not None
-    client.wait_at_barrier(f"qarl_jax/{next(_MEETINGS)}", MEETING_S * 1000)
+    client.wait_at_barrier(f"qarl_jax/{number}", MEETING_S * 1000)
+    if not number:
+        _connect()
+
+
+def _connect() -> None:
+    """Connects the processes' devices, by the first collective."""
+    try:
+        multihost_utils.process_allgather(np.True_)
+    except jax.errors.JaxRuntimeError as error:
+        if "Gloo context initialization failed" not in str(error):
+            raise
+        raise UserError(
+            "the processes do not reach each other's devices: on CPUs each listens at the address of its host's name,"
+            f" here {socket.gethostname()!r}. Give that name an address that the other hosts reach (/etc/hosts)."
+        ) from None
 
 
 def _padded(data: bytes, length: int) -> np.ndarray:

@@ -16,7 +16,9 @@ from qarl_jax.loop import proximal
 from qarl_jax.run import config
 from qarl_jax.types import VersionSpan
 from qarl_jax.verify import alignment
-from tests.reference.aligned import STEPS, Run, assert_same_bits
+from tests.reference import processes, tiny
+from tests.reference.aligned import SECTIONS, STEPS, Run, assert_same_bits
+from tests.reference.bridge_world import free_port
 from tests.reference.rollouts import completion, group_of
 
 
@@ -86,6 +88,54 @@ def test_a_later_token_that_is_not_checked_is_believed(run, passed, monkeypatch)
     assert max(record["mismatch/checked"] for record in records) < 1
     with pytest.raises(AssertionError):
         assert_same_bits(state, passed[0])
+
+
+TAMPERED = """
+import dataclasses, sys
+import numpy as np
+from qarl_jax import train
+from qarl_jax.rollout.embedded.engine import JaxSampler
+draw, steps = JaxSampler.draw, iter(range(100))
+
+def drawing(self, requests, *, sampling):
+    step = next(steps)
+    for index, drawn in draw(self, requests, sampling=sampling):
+        if (step, index) == (1, 5):
+            logprobs = drawn.logprobs.copy()
+            logprobs[1] = np.nextafter(logprobs[1], np.float32(-100))
+            drawn = dataclasses.replace(drawn, logprobs=logprobs)
+        yield index, drawn
+
+JaxSampler.draw = drawing
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.nightly
+def test_two_processes_discard_the_update_together_and_equal_one_to_the_bit(tmp_path):
+    """Two devices: sums over them have one order."""
+    settings = dict(SECTIONS, mesh={"fsdp": 2}, train={"steps": 3}, eval={"at_start": False, "at_end": False})
+    worlds, said = {}, []
+    for setting, count in (("learner", 1), ("auto", 2)):
+        worlds[setting] = world = (
+            tiny.World(tmp_path)
+            .changed(**settings)
+            .changed(run_dir=str(tmp_path / setting), train={"proximal": setting}, log={"view": "lines"})
+        )
+        port = free_port()
+
+        def arguments(number, count=count, port=port, world=world):
+            who = [f"coordinator=localhost:{port}", f"num_processes={count}", f"process_id={number}"]
+            return ["-c", TAMPERED, *world.command(*(f"distributed.{one}" for one in who if count > 1))]
+
+        codes, said = processes.launch(arguments, count=count, devices=2 // count, programs=str(tmp_path / "programs"))
+        assert not any(codes), said
+    found, wanted = (without(worlds[setting].records(), "mismatch/checked") for setting in ("auto", "learner"))
+    assert found == wanted
+    assert [record["mismatch/checked"] == 1 for record in worlds["auto"].records()] == [False, True, True]
+    assert said[0].count("is discarded: a token has another log-prob in its forward") == 1
+    for a, b in zip(*(processes.masters(worlds[setting]) for setting in ("auto", "learner")), strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 # ---- the decision ---------------------------------------------------------------------------------------------------

@@ -492,7 +492,7 @@ def test_an_engine_of_two_shards_takes_a_pair_of_the_learners_gpus(run, monkeypa
     assert (alone.rollout.engine.replicas, whole.engines, made.engines) == (4, 4, 4)
     assert made.engine["weights"] == whole.engine["weights"] // 2
     assert made.engine["shards meet (estimate)"] > 2**30
-    with pytest.raises(UserError, match=r"tensor_parallel_size=4 does not divide the learner's 2 GPUs"):
+    with pytest.raises(UserError, match=r"tensor_parallel_size=4 does not divide the learner's 2 GPU"):
         choose.with_engines(run("mesh.fsdp=2", *words[1:], "rollout.engine.tensor_parallel_size=4"))
 
 

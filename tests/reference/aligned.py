@@ -17,6 +17,12 @@ from qarl_jax.run import config
 from tests.reference import tiny
 
 STEPS = 5
+SECTIONS = {
+    "model": {"dtype": "bfloat16"},
+    "quant": {"forward": "w8a8", "engine": "cpu", "code_flips": False},
+    "optimizer": {"name": "adamw", "lr": 0.004},
+    "loss": {"name": "tbpo", "clip_high": 1.0, "neg_clip_low": 1.0, "neg_clip_high": 1.0, "mismatch": "tis"},
+}
 
 
 class Run:
@@ -28,18 +34,7 @@ class Run:
     """
 
     def __init__(self, folder, rows, **sections):
-        self.cfg = (
-            tiny.World(folder)
-            .changed(
-                model={"dtype": "bfloat16"},
-                quant={"forward": "w8a8", "engine": "cpu", "code_flips": False},
-                optimizer={"name": "adamw", "lr": 0.004},
-                loss={"name": "tbpo", "clip_high": 1.0, "neg_clip_low": 1.0, "neg_clip_high": 1.0, "mismatch": "tis"},
-                train={"micro_batch_rows": rows},
-            )
-            .changed(**sections)
-            .config
-        )
+        self.cfg = tiny.World(folder).changed(**SECTIONS, train={"micro_batch_rows": rows}).changed(**sections).config
         self.session = Session(self.cfg)
         self.masters = jax.device_get(self.session.state.params)
         self.draw, self.score, self.passes = self.session.engine.draw, self.session.learner.score, 0

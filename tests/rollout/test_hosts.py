@@ -12,13 +12,13 @@ import sys
 import pytest
 
 from qarl_jax import doctor, train
+from qarl_jax.memory import choose, plan
 from qarl_jax.memory import engine as on_engine
-from qarl_jax.memory import plan
 from qarl_jax.rollout.vllm import gpu_staging, hosts
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.run import config, description
 from qarl_jax.types import UserError
-from tests.reference import processes, tiny
+from tests.reference import namespaces, processes, tiny
 from tests.reference.bridge_world import alive, wait_for
 from tests.reference.processes import assert_equal
 
@@ -116,6 +116,15 @@ def test_plan_description_and_doctor_know_the_engines_of_each_process(tmp_path):
     assert not list(doctor.engines(many.config))
 
 
+def test_an_engine_of_more_shards_than_a_process_has_gpus_is_refused_before_a_start(tmp_path):
+    engine = {"name": "vllm", "max_model_len": 64, "memory": "auto", "tensor_parallel_size": 2}
+    each = tiny.World(tmp_path).changed(mesh={"fsdp": 4}, rollout={"engine": engine})
+    two, four = (each.changed(distributed={"coordinator": "auto", "num_processes": of}).config for of in (2, 4))
+    assert choose.with_engines(two).rollout.engine.started == 1
+    with pytest.raises(UserError, match=r"does not divide a process's 1 GPU.*start fewer processes"):
+        choose.with_engines(four)
+
+
 def test_engines_of_a_process_are_on_its_own_gpus_in_turn(monkeypatch):
     class Device:
         def __init__(self, number, platform="gpu"):
@@ -127,6 +136,8 @@ def test_engines_of_a_process_are_on_its_own_gpus_in_turn(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert gpu_staging.own_gpus(2) == "6;7"
     assert gpu_staging.own_gpus(2, shards=2) == "6,7;6,7"
+    with pytest.raises(UserError, match=r"each process has 2 GPU.*distributed.local_devices"):
+        gpu_staging.own_gpus(1, shards=4)
     monkeypatch.setattr(gpu_staging.jax, "local_devices", lambda: [Device(0, "cpu")])
     assert gpu_staging.own_gpus(2) == ""
 
@@ -143,6 +154,21 @@ def test_two_processes_with_an_engine_each_equal_one_with_two_to_the_bit(toys, t
     assert "process 1: fake 1" in said[1]
     assert len(set(engines_of(said))) == 2
     all_end(engines_of(said))
+
+
+@namespaces.needed
+@pytest.mark.nightly
+def test_two_network_namespaces_with_an_engine_each_equal_one_host_to_the_bit(toys, toys_alone, tmp_path):
+    two = toys.changed(run_dir=str(toys.folder / "apart"), log={"view": "lines"})
+    code = (
+        "import os, sys; from qarl_jax import train;"
+        " sys.exit(train.main([*sys.argv[1:], 'distributed.process_id=' + os.environ['NUMBER']]))"
+    )
+    words = two.command("distributed.coordinator=first:7777", "distributed.num_processes=2")
+    codes, said = namespaces.launch(tmp_path, code, *words, programs=str(toys.folder / "programs"))
+    assert codes == [0, 0], said
+    assert_equal(two, toys_alone, FILES)
+    assert "process 1: fake 1" in said[1]
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from qarl_jax import train
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
-from tests.reference import tiny
+from tests.reference import namespaces, tiny
 from tests.reference.bridge_world import free_port
 from tests.reference.processes import assert_equal, launch, masters, trained
 
@@ -269,6 +270,48 @@ def test_a_process_whose_partner_ends_says_so_in_one_sentence(victim, how, ends)
             assert "again with the same command" in sentences[0]
         assert "stack trace" not in text
         assert "Traceback" not in text
+
+
+ON_TWO_HOSTS = """
+import os, sys, time
+from qarl_jax.runtime import processes
+from qarl_jax.types import entry_point
+number = int(os.environ["NUMBER"])
+
+@entry_point
+def main(argv=None):
+    processes.start(processes.Config(coordinator="10.7.0.1:7777", num_processes=2, process_id=number))
+    assert processes.gather(f"host {number}".encode()) == [b"host 0", b"host 1"]
+    print("met", flush=True)
+    if number:
+        open(sys.argv[1], "w").close()
+    time.sleep(300)
+
+sys.exit(main())
+"""
+
+
+@namespaces.needed
+@pytest.mark.nightly
+def test_a_host_that_is_cut_off_is_noticed_within_a_minute(tmp_path):
+    began = time.monotonic()
+    codes, said = namespaces.launch(tmp_path, ON_TWO_HOSTS, tmp_path / "pulled", patience_s=150)
+    assert codes == [1, 1], said
+    assert time.monotonic() - began < 60 + 30  # for the start
+    for number, text in enumerate(said):
+        assert f"process {1 - number} of 2 has ended, so process {number} ends too" in text
+        assert text.startswith("met") or "\nmet" in text
+        assert "Traceback" not in text
+
+
+@namespaces.needed
+@pytest.mark.slow
+def test_hosts_whose_names_lead_to_themselves_are_told_so(tmp_path):
+    names = "127.0.0.1 localhost\n127.0.1.1 first second\n"  # as Debian writes a host's own name
+    codes, said = namespaces.launch(tmp_path, ON_TWO_HOSTS, tmp_path / "pulled", names=names, patience_s=150)
+    assert 0 not in codes
+    assert any("address of its host's name, here" in text for text in said), said
+    assert not any("Traceback" in text for text in said), said
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

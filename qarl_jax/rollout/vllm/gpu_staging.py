@@ -42,6 +42,7 @@ from qarl_jax.numerics.float32 import dtype_in
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import all_gather
+from qarl_jax.types import UserError
 
 Key = tuple[str, str]  # (path of a parameter, name of an array of its QTensor, or "master")
 
@@ -214,12 +215,21 @@ def visible_gpus() -> list[str]:
 
 
 def own_gpus(count: int, shards: int = 1) -> str:
-    """Assigns this process's GPUs to `count` engines of `shards` shards, as `visible_gpus`; empty if it has none."""
+    """Assigns this process's GPUs to `count` engines of `shards` shards, as `visible_gpus`; empty if it has none.
+
+    Raises:
+      UserError: an engine has more shards than the process has GPUs.
+    """
     numbers = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     seen = visible_gpus()
     names = [seen[number] if seen else str(number) for number in numbers]
     if not names:
         return ""
+    if len(names) < shards:
+        raise UserError(
+            f"rollout.engine.tensor_parallel_size={shards}, and each process has {len(names)} GPU(s): start one process"
+            f" per host, give each {shards} GPUs (distributed.local_devices), or set tensor_parallel_size=1."
+        )
     places = [names[number % len(names)] for number in range(count * shards)]
     return ";".join(",".join(places[first : first + shards]) for first in range(0, len(places), shards))
 
