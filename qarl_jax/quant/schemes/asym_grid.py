@@ -11,8 +11,9 @@ R(x) = floor(x + 1/2), half up:
         R(high / (s t)) - R(low / (s t)) <= top          no code is clipped
     z = -R(low / (s t));  q = R(w / (s t)) + z           codes 0 to top; w stands at (q - z) s t
 
-An error is therefore half a step at most, in every group. t is a power of two, so that (q - z) s t has at most eight
-significant bits up to four bits a weight: bfloat16 holds it exactly, and so does a bfloat16 scale s t.
+An error is therefore half a step at most, in every group; with eight bits this holds before w is rounded to bfloat16. t
+is a power of two, so that (q - z) s t has at most eight significant bits up to four bits a weight: bfloat16 holds it
+exactly, and so does a bfloat16 scale s t.
 
 **What is read out of the paper.** We know its formulas second-hand: s = (max - min) / (2^n - 1),
 z = -round(min / s), q = clip(round(x / s) + z, 0, 2^n - 1), groups of 32, e4m3 group scales. We chose the rest:
