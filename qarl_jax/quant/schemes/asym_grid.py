@@ -234,13 +234,13 @@ class Config(Scheme):
             whole = (whole << width) | unpack(qt.arrays[name], width)
         return whole
 
-    def _steps(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
-        """The codes in steps of eight bits."""
+    def steps_of_eight(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
+        """Computes the codes in steps of eight bits, each at the number that it stands for: uint8 [..., N, K]."""
         return (self.codes(qt) << (8 - self.bits)) | self.middle
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
         """Computes the weight bf16((q - z) s t) as float32."""
-        codes = self._groups(self._steps(qt).astype(jnp.int32))
+        codes = self._groups(self.steps_of_eight(qt).astype(jnp.int32))
         steps = (codes - qt.arrays["zero_points"].astype(jnp.int32)[..., None]).astype(jnp.float32)
         scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"]
         return round_bf16(steps * scales[..., None]).reshape(qt.shape)
@@ -271,7 +271,7 @@ class Config(Scheme):
         zeros = jnp.swapaxes(qt.arrays["zero_points"] >> finer, -1, -2)
         scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0**finer
         arrays = {
-            "codes": _words(self._steps(qt) >> finer, packed.bits),
+            "codes": _words(self.steps_of_eight(qt) >> finer, packed.bits),
             "scales": scales.astype(jnp.bfloat16),
             "zero_points": jnp.swapaxes(_words(zeros, packed.bits), -1, -2),
         }
