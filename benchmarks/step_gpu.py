@@ -14,8 +14,10 @@ update's responses in one micro-batch, one version staged at a time, and routing
 Cases:
 
     bf16            sampler and learner in bf16
-    w8a8 fp8 w4a16  learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic; nvfp4, too
-    w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout); others, too
+    w8a8            learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic
+    w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout)
+
+w8a8 stands for every scheme, with its group: w2a16_asym:g32.
 
 `--recipe` runs a config at its own lengths instead, with random weights in the shapes that its model's name stands for.
 Prompts and reward are the folder's; nothing is evaluated. The words after the options go on to the run, an arm first.
@@ -74,8 +76,6 @@ from qarl_jax.loop import updates
 updates.waits = lambda *args: "to compare"
 sys.exit(train.main())
 """
-SCHEMES = ("w8a8", "fp8", "w4a16", "nvfp4")
-CASES = ("bf16", *SCHEMES, *(f"{scheme}-rollout" for scheme in SCHEMES))
 PROMPT_LEN, SAMPLES = 64, 8
 
 
@@ -108,7 +108,8 @@ def of_recipe(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
 
 def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     """Returns the overrides of a case's run."""
-    scheme, _, rollout = args.case.partition("-")
+    scheme = args.case.removesuffix("-rollout")
+    rollout = scheme != args.case
     prompts = args.batch // SAMPLES
     longest = PROMPT_LEN + args.response_len
     values: dict[str, Any] = shared(args, folder, run_dir) | {
@@ -265,7 +266,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer", choices=("muon", "adamw"), default="muon", help="of an MoE model or several GPUs"
     )
-    parser.add_argument("--case", choices=CASES, default="w8a8")
+    parser.add_argument("--case", default="w8a8", help="bf16, a scheme, or one with -rollout")
     parser.add_argument("--batch", type=int, default=128, help="responses of a step")
     parser.add_argument("--response-len", type=int, default=1024)
     parser.add_argument("--lora-rank", type=int, default=0, help="of adapters on a frozen base; 0: all learns")

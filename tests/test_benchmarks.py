@@ -285,11 +285,11 @@ def test_a_recipe_is_run_at_its_own_shapes_and_lengths(recipe, arm, layers, long
     assert (cfg.rollout.max_response_len, cfg.train.steps, cfg.model.init) == (longest, 3, "random")
 
 
-@pytest.mark.parametrize("case", step_gpu.CASES)
+@pytest.mark.parametrize("case", ["bf16", "w8a8", "w2a16_asym:g32", "nvfp4-rollout", "w4a16:g-1-rollout"])
 def test_a_case_is_a_config_that_loads(tmp_path, case):
     args = step_gpu.build_parser().parse_args(["--folder", "x", "--case", case])
     cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
-    scheme = case.partition("-")[0]
+    scheme = case.removesuffix("-rollout")
     assert cfg.quant.rollout_scheme == scheme
     assert cfg.quant.forward == ("bf16" if "rollout" in case else scheme)
     assert (cfg.train.updates_per_step, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt) == (2, 128)

@@ -178,6 +178,18 @@ def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", QERL)
+def test_qerls_headers_say_what_the_plan_says_of_each_size(model, folders):
+    path = PAPERS / f"{model}.yaml"
+    said = re.findall(r"(\d+), (\d+) and (\d+) \((\d+)B", re.sub(r"\n# +", " ", path.read_text()))
+    assert [size for *_, size in said] == ["3", "7", "14", "32"]
+    for *gib, size in said:
+        _, made = planned(path, folders, 1, 80, f"arm={size}b_nvfp4_aqn")
+        held = (sum(made.learner.values()), made.engine["KV cache"], made.one_base)
+        assert [int(x) for x in gib] == pytest.approx([x / 2**30 for x in held], abs=0.6), size
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arm", "larger"), [("1x80", "Qwen3-8B-Base"), ("1x141", "Qwen3-14B-Base"), ("4x80", "Qwen3-32B")]
 )

@@ -246,6 +246,16 @@ def test_tables_name_every_scheme_profile_and_registry():
     assert data.SOURCES
 
 
+def test_the_page_of_training_before_rl_has_the_figures_of_its_record():
+    page, folder = text_of("docs/qat.md"), ROOT / "experiments" / "qat" / "results"
+    lines = [json.loads(line) for line in (folder / "smollm2_135m_h200.jsonl").read_text().splitlines()[1:]]
+    figures = [x for line in lines for key in ("perplexity", "rounded", "trained", "distilled") if (x := line.get(key))]
+    assert len(figures) == 15
+    assert not [x for x in figures if (f"{x:,.0f}" if x > 1000 else f"{x:#.4g}") not in page]
+    (scheme,) = {line["stages"][-1].partition(":")[0] for line in lines if "stages" in line}
+    assert f"\n| method | `{scheme}` |" in page
+
+
 def rows(document, heading):
     """The cells of the table below a heading, code marks and all, without its two first lines."""
     section = text_of(document).split(f"{heading}\n", 1)[1].split("\n#")[0]

@@ -28,6 +28,28 @@ def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_pa
     assert len(later) == 2
 
 
+@pytest.mark.parametrize("engine", ["jax", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.nightly])])
+@pytest.mark.slow
+def test_an_engine_that_serves_eight_bits_is_switched_to_what_an_engine_of_two_bits_serves(engine, tmp_path):
+    """Sampled, so that another policy has other responses."""
+    found = []
+    for scheme, widths in (("w8a16_asym:g32", [8, 2]), ("w2a16_midpoint:g32", [])):
+        sampler = {"max_model_len": 64, "kv_cache_gb": 0.1, "threads": 1} if engine == "vllm" else {}
+        world = tiny.World(tmp_path / str(len(found)), hidden=128).changed(
+            model={"dtype": "bfloat16"},
+            quant={"forward": scheme, "engine": "cpu"},
+            rollout={"engine": {"name": engine} | sampler},
+            train={"steps": 1},
+            eval={"widths": widths, "at_start": True, "at_end": False, "temperature": 1.0, "num_samples": 8},
+        )
+        assert train.main(world.command()) == 0
+        found.append(world.records("eval")[0])
+    eight, two = found
+    own = {key: value for key, value in two.items() if key.startswith("eval/")}
+    assert own == {key: eight[key.replace("eval/", "eval_w2/")] for key in own}
+    assert own != {key: eight[key] for key in own}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -39,7 +61,7 @@ def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_pa
         ({"quant": LOW | {"rollout": "w4a16_midpoint:g32"}, "eval": {"widths": [8]}}, "neither lora nor another"),
         (
             {"quant": LOW, "eval": {"widths": [8]}, "rollout": {"engine": {"name": "vllm"}}},
-            "sample with rollout.engine",
+            "set quant.forward=w8a16_asym without quant.rules, sample with rollout.engine",
         ),
     ],
 )

@@ -121,6 +121,8 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "save_every")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed must lie in [0, 2^31), got {self.seed}.")
         if not self.stages or "bf16" in self.stages:
             raise UserError(
                 "stages names one low-bit scheme or more, for example [w8a16_asym, w4a16_asym, w2a16_asym]."
@@ -134,6 +136,8 @@ class Config:
                 )
             for bits in self.widths:
                 rules.at_width(bits)
+        if len(set(self.widths)) < len(self.widths):
+            raise UserError(f"widths={list(self.widths)} names a width twice: name it once.")
         if self.split and (self.train is None or self.widths):
             raise UserError(f"split={self.split} is for layers that are trained one by one (train), and for one width.")
         if not self.parts:

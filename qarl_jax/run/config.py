@@ -211,8 +211,8 @@ class EvalConfig:
       max_response_len: 0: rollout.max_response_len.
       data: another data set to evaluate on, all of it; null: the held-out split of `data`.
       hint: a hint added to each question, independent of `data.hint` (`evaluate --view`); null: none.
-      widths: further bit widths to evaluate with the embedded sampler, as slices of the policy's 8-bit grid ([8, 4,
-        2]). Metrics of another width than the run's begin with eval_w8, eval_w4 or eval_w2.
+      widths: further bit widths to evaluate, as slices of the policy's 8-bit grid ([8, 4, 2]); vLLM needs
+        quant.forward=w8a16_asym. Metrics of another width than the run's begin with eval_w8, eval_w4 or eval_w2.
     """
 
     every: int = 0
@@ -428,10 +428,12 @@ class RunConfig:
             raise UserError(
                 "train.widths and eval.widths take neither lora nor another quant.rollout: leave those out."
             )
-        if self.eval.widths and isinstance(self.rollout.engine, VllmConfig):
+        in_vllm = self.eval.widths and isinstance(self.rollout.engine, VllmConfig)
+        if in_vllm and (self.quant.rules or quant.at_width(own, 8) != own):
             raise UserError(
-                "eval.widths publishes one policy under several schemes, and a vLLM serves the one it was started with:"
-                " sample with rollout.engine.name=jax, or leave eval.widths out and `export --bits` a checkpoint."
+                "eval.widths publishes one policy at several widths, and a vLLM has no room for more bits than it was"
+                " started with: set quant.forward=w8a16_asym without quant.rules, sample with rollout.engine.name=jax,"
+                " or leave eval.widths out and `export --bits` a checkpoint."
             )
 
     def _check_critic(self) -> None:

@@ -361,6 +361,8 @@ def test_too_little_text_is_told(world, capsys):
         ({"stages": ["w4a16:g40"]}, r"cannot quantize model\.layers\..*not a multiple of the group size 40"),
         ({"stages": []}, "stages names one low-bit scheme or more"),
         ({"stages": ["bf16"]}, "stages names one low-bit scheme or more"),
+        ({"stages": ["w8a16_asym:g32"], "widths": [8, 8]}, r"widths=\[8, 8\] names a width twice"),
+        ({"seed": -1}, r"seed must lie in \[0, 2\^31\), got -1"),
         ({"train": None}, "train and distill are both null"),
         ({"train": {"batch": 64}}, r"train\.batch=64 is more than text\.rows=8"),
         (

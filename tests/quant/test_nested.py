@@ -35,6 +35,16 @@ def test_codes_of_a_slice_are_the_top_bits_of_the_masters(name):
     assert {array.name for array in scheme.wire.arrays if array.name != "codes"} == master.arrays.keys() - {"codes"}
 
 
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_filled_up_to_eight_bits_is_the_same_weight_in_the_masters_layout(name):
+    cut = quant.quantize(masters(32, 128), quant.parse_scheme(f"{name}:g32"))
+    whole = nested_grid.filled(cut)
+    assert whole.scheme == w8a16_asym.Config(32)
+    for array in whole.scheme.wire.arrays:
+        assert whole.arrays[array.name].shape == array.shape(32, 128), array.name
+    np.testing.assert_array_equal(quant.dequantize(whole), quant.dequantize(cut))
+
+
 @pytest.mark.parametrize(
     ("name", "bias", "rms"),
     [

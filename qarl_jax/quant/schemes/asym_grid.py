@@ -11,8 +11,9 @@ R(x) = floor(x + 1/2), half up:
         R(high / (s t)) - R(low / (s t)) <= top          no code is clipped
     z = -R(low / (s t));  q = R(w / (s t)) + z           codes 0 to top; w stands at (q - z) s t
 
-An error is therefore half a step at most, in every group. t is a power of two, so that (q - z) s t has at most eight
-significant bits up to four bits a weight: bfloat16 holds it exactly, and so does a bfloat16 scale s t.
+An error is therefore half a step at most, in every group; with eight bits this holds before w is rounded to bfloat16. t
+is a power of two, so that (q - z) s t has at most eight significant bits up to four bits a weight: bfloat16 holds it
+exactly, and so does a bfloat16 scale s t.
 
 **What is read out of the paper.** We know its formulas second-hand: s = (max - min) / (2^n - 1),
 z = -round(min / s), q = clip(round(x / s) + z, 0, 2^n - 1), groups of 32, e4m3 group scales. We chose the rest:
@@ -233,13 +234,13 @@ class Config(Scheme):
             whole = (whole << width) | unpack(qt.arrays[name], width)
         return whole
 
-    def _steps(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
-        """The codes in steps of eight bits."""
+    def steps_of_eight(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
+        """Computes the codes in steps of eight bits, each at the number that it stands for: uint8 [..., N, K]."""
         return (self.codes(qt) << (8 - self.bits)) | self.middle
 
     def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
         """Computes the weight bf16((q - z) s t) as float32."""
-        codes = self._groups(self._steps(qt).astype(jnp.int32))
+        codes = self._groups(self.steps_of_eight(qt).astype(jnp.int32))
         steps = (codes - qt.arrays["zero_points"].astype(jnp.int32)[..., None]).astype(jnp.float32)
         scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"]
         return round_bf16(steps * scales[..., None]).reshape(qt.shape)
@@ -270,7 +271,7 @@ class Config(Scheme):
         zeros = jnp.swapaxes(qt.arrays["zero_points"] >> finer, -1, -2)
         scales = qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0**finer
         arrays = {
-            "codes": _words(self._steps(qt) >> finer, packed.bits),
+            "codes": _words(self.steps_of_eight(qt) >> finer, packed.bits),
             "scales": scales.astype(jnp.bfloat16),
             "zero_points": jnp.swapaxes(_words(zeros, packed.bits), -1, -2),
         }

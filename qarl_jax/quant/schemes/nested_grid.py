@@ -15,7 +15,8 @@ needs a clipped top code, so that codes are no longer the master's bits.
 
 **Use.** Training under a slice trains the master through it, straight through. `quant.over_widths` is the mean of a
 loss over several widths of one master, {8}, {8, 4} or {8, 4, 2}; all are cut from codes that were made once. `export
---bits` cuts a checkpoint's. A publish under another width's scheme switches the embedded sampler to it.
+--bits` cuts a checkpoint's. A publish under another width's scheme switches the embedded sampler to it. An engine that
+serves all eight bits, vLLM too, is switched by a slice that is filled up to eight bits.
 
 **Bytes, product, backward.** Those of `asym_grid.py`; midpoint calls its zero points `weight_zero_point_mid`.
 
@@ -83,3 +84,9 @@ def sliced(master: QTensor, scheme: asym_grid.Config) -> QTensor:
         return master
     codes = master.scheme.codes(master) >> (8 - scheme.bits)
     return QTensor(master.arrays | {"codes": asym_grid.pack(codes.astype(jnp.uint8), scheme.bits)}, scheme)
+
+
+def filled(qt: QTensor) -> QTensor:
+    """Fills a slice's codes up to eight bits: a QTensor of `w8a16_asym` that stands for the same weights."""
+    scheme: asym_grid.Config = qt.scheme
+    return QTensor(qt.arrays | {"codes": scheme.steps_of_eight(qt)}, w8a16_asym.Config(scheme.group_size))

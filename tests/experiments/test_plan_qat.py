@@ -1,0 +1,40 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of RL at two and three bits can be run: its commands and arms are configs that load."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from qarl_jax.qat import command
+from qarl_jax.run import config
+from qarl_jax.typed_config import load
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLAN = (ROOT / "experiments" / "qat" / "PLAN.md").read_text()
+
+
+def test_the_commands_are_configs_that_load():
+    (block,) = re.findall(r"```bash\n(.*?)```", PLAN, re.S)
+    qat, rl = (shlex.split(line)[4:] for line in block.replace("\\\n", " ").splitlines())
+    made = load.load(command.Config, ROOT / qat[0], qat[1:])
+    cfg = config.load(ROOT / rl[0], rl[1:])
+    assert (made.out, made.stages[-1]) == (cfg.model.path, cfg.quant.forward)
+    words = shlex.split(re.search(r"Three bits: `(.*?)`", PLAN).group(1))
+    assert load.load(command.Config, ROOT / qat[0], [*qat[1:], *words]).stages[-1] == "w3a16_asym:g32"
+    words = shlex.split(re.search(r"begin with `(.*?)`\.", PLAN, re.S).group(1))
+    assert load.load(command.Config, ROOT / qat[0], [*qat[1:], *words]).widths == (8, 4, 2)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_the_arms_are_aligned_or_quantized_rollout(bits):
+    arms = re.findall(r"^\| `(\w+)` \| `(.*?)` \| `(.*?)` \|$", PLAN, re.M)
+    assert [name for name, *_ in arms] == ["qarl", "rollout", "nested_two", "nested_all"]
+    for name, file, said in arms:
+        given = said.replace("BITS", str(bits)).split()
+        cfg = config.load(ROOT / "configs" / "qwen25_coder_0p5b" / file, given)
+        assert cfg.quant.rollout_scheme == given[0].partition("=")[2]
+        assert cfg.quant.forward == ("bf16" if name == "rollout" else cfg.quant.rollout_scheme)
+        assert cfg.train.steps == 30
