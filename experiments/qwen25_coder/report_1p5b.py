@@ -5,6 +5,7 @@
     python -m experiments.qwen25_coder.report_1p5b --merge OUT.tar.xz WORK/questions.jsonl WORK/results.tar.xz...
     python -m experiments.qwen25_coder.report_1p5b results_1p5b_plan.tar.xz results_1p5b.tar.xz > PAGE
     python -m experiments.qwen25_coder.report_1p5b --figure PNG results_1p5b_plan.tar.xz
+    python -m experiments.qwen25_coder.report_1p5b --format w3a16 MERGED.tar.xz   # the plan's next part
 
 PAGE is docs/appendix/qwen25_coder_1p5b.md, PNG docs/results/qwen25_coder_1p5b_plan.png.
 What plan_1p5b.sh packs is read as report.py reads it. A run is judged by its own evaluations (eval_correct.jsonl); the
@@ -151,6 +152,16 @@ def cut_off(found: dict[str, dict[int, Run]]) -> str:
     return f"Cut off by time: {'; '.join(short)}." if short else "No run was cut off."
 
 
+def formatted(planned: dict[str, Run], form: str) -> str:
+    """Returns the tables of the runs under another format; their arms have the names that w4a16's have."""
+    found, tests = planned_arms(planned, form), sets(planned[QUESTIONS])
+    parts = [f"## Under `{form}`", verdict(found, tests), arms(found, tests), cut_off(found)]
+    for test, asked in tests.items():
+        parts += [f"### {test}, version {VERSIONS[0]}", differences(found, VERSIONS[0], asked)]
+    parts += [f"### {HELD_OUT}, version {VERSIONS[1]}", differences(found, VERSIONS[1], tests[HELD_OUT])]
+    return "\n\n".join([*parts, "### Over training", training(found)])
+
+
 def page(planned: dict[str, Run], first: dict[str, Run]) -> str:
     """Returns the text of the whole report."""
     found, tests = planned_arms(planned), sets(planned[QUESTIONS])
@@ -191,9 +202,11 @@ def page(planned: dict[str, Run], first: dict[str, Run]) -> str:
     return "\n\n".join(parts)
 
 
-def planned_arms(planned: dict[str, Run]) -> dict[str, dict[int, Run]]:
-    """Selects the plan's arms among the runs."""
-    return {arm: seeds for arm, seeds in report.arms(planned).items() if arm in PLANNED}
+def planned_arms(planned: dict[str, Run], form: str = "w4a16") -> dict[str, dict[int, Run]]:
+    """Selects the plan's arms among the runs, by their names under w4a16; form: the scheme in its place."""
+    found = report.arms(planned)
+    named = {arm: arm.replace("w4a16", form.replace(":", "_")) for arm in PLANNED}
+    return {arm: found[name] for arm, name in named.items() if name in found}
 
 
 def curves(found: dict[str, dict[int, Run]], key: str) -> list[Curve]:
@@ -212,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--merge", type=pathlib.Path, metavar="OUT", help="from the questions and archives: one archive"
     )
     parser.add_argument("--figure", type=pathlib.Path, metavar="PNG", help="write curves and no report")
+    parser.add_argument("--format", metavar="SCHEME", help="FORMAT of the runs: report these alone")
     args = parser.parse_args(argv)
     head, *rest = args.files
     if args.merge is not None:
@@ -224,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fig = panels(lambda key, _: curves(planned_arms(planned), key), look.__getitem__, PANELS)
         fig.savefig(args.figure, dpi=90, metadata={"Software": None})
         return 0
-    print(page(planned, report.read(rest)), end="")
+    print(formatted(planned, args.format) if args.format else page(planned, report.read(rest)), end="")
     return 0
 
 

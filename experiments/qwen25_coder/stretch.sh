@@ -18,7 +18,8 @@
 # CONFIG: a file of that folder whose arms the ARMs then are (lora: PLAN_lora.md).
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
 # (all the plan judges by), from where `make data` puts them; `none`: the run's own last evaluation judges it
-# (PLAN_1p5b.md). EVAL_S: seconds kept for evaluation (150). LEAST: seconds that a run's training must have left, or it
+# (PLAN_1p5b.md). VIEWS: the untrained model's answers to held-out questions; after a run its policy is asked these by
+# difficulty, with a plan and with facts (docs/suites.md). EVAL_S: seconds kept for evaluation (150). LEAST: seconds that a run's training must have left, or it
 # is not begun (30; two runs on an H100 take 500).
 # FRACTION: of the card's memory for a learner, where JOBS do not share it equally. PYTHON: the interpreter.
 set -uo pipefail
@@ -61,6 +62,16 @@ judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites
   return $code
 }
 
+views() { # FOLDER: writes views.jsonl, which `qarl_jax.plot` draws
+  local limit=$((end - SECONDS))
+  [ "$limit" -gt 20 ] || return
+  timeout -k 10 "$limit" "${judging[@]}" "$python" -m qarl_jax.evaluate --checkpoint "$1" --base "$VIEWS" --json \
+    --view difficulty,plan,knowledge "${overrides[@]}" eval.data=null eval.num_prompts="$(wc -l <"$VIEWS")" \
+    "${in_little_room[@]}" >"$1/views.jsonl" 2>>"$work/log/$(basename "$1").views"
+  echo "views ended with $? after $SECONDS s: $(basename "$1")"
+  rm -rf "$1/checkpoints"
+}
+
 leave() { # gives the place on $card to the next run, once
   [ -z "$card" ] || echo "$card" >&"$places"
   card=
@@ -89,7 +100,12 @@ one() { # ARM:SEED
     >>"$work/log/$(basename "$dir").train" 2>&1
   code=$?
   echo "training ended with $code after $SECONDS s: $(basename "$dir")"
-  [ "$suites" != none ] || { [ "$code" != 0 ] || touch "$dir/judged"; return; }
+  if [ "$suites" = none ]; then
+    [ "$code" = 0 ] || return
+    [ -z "${VIEWS:-}" ] || views "$dir"
+    touch "$dir/judged"
+    return
+  fi
   [ "$jobs" -gt 1 ] && leave # alone, a run has all of the card, its judge too
   limit=$((end - SECONDS))
   [ "$limit" -gt 20 ] && judge "$dir" "$limit" --checkpoint "$dir" && touch "$dir/judged"

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of PLAN.md from what cells have recorded: `python -m experiments.when_to_quantize.table WORK`.
 
-Accuracy per arm and grid, and each arm less `rtn`, paired by seed and question (`experiments/qwen25_coder/stats.py`).
-An arm that was measured twice counts with its last line.
+Accuracy per arm and grid, and each arm less `rtn` and less `gptq`, paired by seed and question
+(`experiments/qwen25_coder/stats.py`); of `stock` its k3. An arm that was measured twice counts with its last line.
 """
 
 import json
@@ -28,11 +28,11 @@ def answers(work: pathlib.Path, cell: dict[str, object]) -> dict[str, float]:
     return {record["uid"]: record["num_correct"] / len(record["responses"]) for record in records}
 
 
-def less_rtn(work: pathlib.Path, cells: Cells, arm: str, grid: str) -> Estimate | None:
-    """Estimates an arm's accuracy less round-to-nearest's, on seeds and questions of both; None: there are none."""
+def less(work: pathlib.Path, cells: Cells, arm: str, other: str, grid: str) -> Estimate | None:
+    """Estimates an arm's accuracy less another's, on seeds and questions of both; None: there are none."""
     rows = []
     for seed in sorted({seed for _, _, seed in cells}):
-        pair = [cells.get((each, grid, seed)) for each in (arm, "rtn")]
+        pair = [cells.get((each, grid, seed)) for each in (arm, other)]
         if all(pair):
             ours, theirs = (answers(work, cell) for cell in pair if cell)
             rows.append({uid: ours[uid] - theirs[uid] for uid in ours.keys() & theirs.keys()})
@@ -42,18 +42,21 @@ def less_rtn(work: pathlib.Path, cells: Cells, arm: str, grid: str) -> Estimate 
 
 def table(work: pathlib.Path) -> str:
     cells = read(work)
-    head = "grid", "arm", "seeds", "accuracy", "less rtn", "tokens", "error tokens"
+    head = "grid", "arm", "seeds", "accuracy", "less rtn", "less gptq", "tokens", "error tokens", "k3"
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for grid, arm in sorted({(grid, arm) for arm, grid, _ in cells}):
         own = [cell for (a, g, _), cell in cells.items() if (a, g) == (arm, grid)]
         score = next(key for key in own[0] if key.startswith("eval/avg_at_") and key.count("/") == 1)
         mean = {
-            key: np.mean([cell[key] for cell in own]) for key in (score, "eval/response_len/mean", "eval/error_tokens")
+            key: np.mean([cell.get(key, np.nan) for cell in own])
+            for key in (score, "eval/response_len/mean", "eval/error_tokens", "stock/k3")
         }
-        found = None if arm == "rtn" else less_rtn(work, cells, arm, grid)
-        said = "" if found is None else f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}"
-        numbers = f"{100 * mean[score]:.1f}", said, f"{mean['eval/response_len/mean']:.0f}"
-        lines.append("| " + " | ".join([grid, arm, str(len(own)), *numbers, f"{mean['eval/error_tokens']:.2e}"]) + " |")
+        row = [grid, arm, str(len(own)), f"{100 * mean[score]:.1f}"]
+        for other in ("rtn", "gptq"):
+            found = None if arm == other else less(work, cells, arm, other, grid)
+            row.append("" if found is None else f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}")
+        row += [f"{mean['eval/response_len/mean']:.0f}", f"{mean['eval/error_tokens']:.2e}"]
+        lines.append("| " + " | ".join([*row, f"{mean['stock/k3']:.2e}" if arm == "stock" else ""]) + " |")
     return "\n".join(lines)
 
 

@@ -138,7 +138,7 @@ SUITES: dict[str, Suite] = {
         where={"source": "AIME2025"},
         **COMPETITION,
     ),
-    "amc": _math("AMC 2023 (AI-MO/aimo-validation-amc)", **COMPETITION),
+    "amc": _math("AMC 12 of 2022 and 2023 (AI-MO/aimo-validation-amc, 83 questions)", **COMPETITION),
     "math500": _math("MATH-500 (HuggingFaceH4/MATH-500)"),
     "minerva": _math("Minerva math (math-ai/minervamath)", judge={"tolerance": "minerva"}),
     "olympiadbench": _math(

@@ -76,3 +76,20 @@ def test_archive_page_and_figure_are_made_of_what_the_runs_left(runs, tmp_path, 
     assert "drew 16,800 tokens; k3 is above 0 in 0 of its steps." in page
     assert plan.main([str(merged), "--figure", str(png)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("form", ["w3a16", "w4a16:g-1"])
+def test_runs_under_another_format_are_reported_apart_from_those_under_w4a16(runs, tmp_path, capsys, form):
+    suffix = form.replace(":", "_")  # as stretch.sh names folders
+    for seed in (1, 2, 3):
+        for arm, right in ((plan.QARL, 30), (plan.ROLLOUT, 10), (plan.ALIGNED, 25)):
+            name = f"{arm}_{suffix}_seed{seed}"
+            runs[name] = run(name, right + seed)
+        runs[f"{plan.BF16}_seed{seed}"] = run(f"{plan.BF16}_seed{seed}", 70 + seed)
+    report.write(runs, tmp_path / "all.tar.xz")
+    assert plan.main(["--format", form, str(tmp_path / "all.tar.xz")]) == 0
+    page = capsys.readouterr().out
+    assert "is 20.0 ± " in page
+    assert f"| `{plan.QARL}` less `{plan.ALIGNED}`: the bands alone | 1, 2, 3 |" in page
+    assert f"| `{plan.BF16}` less `{plan.ROLLOUT}`: the gap | 1, 2, 3 | **60.0" in page
+    assert f"| `{plan.QARL}` | 3 of 6 |" in page

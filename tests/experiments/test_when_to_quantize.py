@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.when_to_quantize import cell, table
+from qarl_jax.run import config
 
 
 @pytest.fixture
@@ -40,13 +41,33 @@ def test_an_arm_trains_in_its_scheme_and_is_served_at_the_grid(tmp_path, said, a
     assert [command[0] for command in exports] == ["qarl_jax.export"] * (arm != "qarl")
 
 
+@pytest.mark.parametrize("arm", ["rtn", "gptq", "qarl", "qarl_elsewhere", "stock"])
+def test_learner_and_sampler_of_a_run_have_one_scheme(tmp_path, said, arm):
+    """The config of the plan names bf16 as the sampler's."""
+    chosen = "configs/qwen25_coder_0p5b/bf16_tbpo.yaml"
+    found = cell.policy(tmp_path, arm, "w4a16", 1, ["--config", chosen], "PY", [])
+    quants = [[word for word in said[0] if word.startswith("quant.")]]
+    quants += [[word for word in found if word.startswith("quant.")]] * (arm == "gptq")
+    for overrides in quants:
+        quant = config.load(chosen, overrides).quant
+        assert quant.rollout_scheme == quant.forward
+        assert f"quant.forward={quant.forward}" in overrides
+
+
+def test_the_exported_codes_of_the_qarl_run_are_what_stock_vllm_gets(tmp_path, said):
+    run = f"{tmp_path}/rl_w4a16_1"
+    assert deployed(tmp_path, "stock") == [run, f"{run}_compressed-tensors"]
+    assert said[-1][1:] == ("--checkpoint", run, "--format", "compressed-tensors", "--out", f"{run}_compressed-tensors")
+
+
 def test_gptq_is_calibrated_on_the_trained_policys_responses_and_served_as_it_is(tmp_path, said):
     found = deployed(tmp_path, "gptq")
     model = f"{tmp_path}/rl_bf16_1_hf"
-    assert found[2:] == ["--model", f"{model}_gptq_w4a16", "quant.forward=w4a16", "lora={}"]
+    assert found[2:] == ["--model", f"{model}_gptq_w4a16", *cell.at("w4a16"), "lora={}"]
     assert said[-1] == ("PY", str(cell.HERE / "gptq.py"), model, found[3], "w4a16", f"{model}_responses.jsonl")
     assert said[-2][:7] == ("qarl_jax.evaluate", "--config", "C", "--model", model, "--scheme", "bf16")
-    assert deployed(tmp_path, "gptq", "w3a16")[-2] == "quant.forward=w4a16"  # three-bit codes in four bits
+    assert "data.source.seed=1" in said[-2]  # other questions than those that judge it
+    assert deployed(tmp_path, "gptq", "w3a16")[-3] == "quant.forward=w4a16"  # three-bit codes in four bits
     assert deployed(tmp_path, "untrained") == ["--config", "C", "--scheme", "w4a16"]
 
 
@@ -55,7 +76,7 @@ def test_the_table_pairs_arms_by_seed_and_question(tmp_path: pathlib.Path):
     lines = []
     for seed in (1, 2, 3):
         base = rng.random(400) < 0.4
-        for arm, right in (("rtn", base), ("qarl", base | (rng.random(400) < 0.25))):
+        for arm, right in (("rtn", base), ("gptq", base), ("qarl", base | (rng.random(400) < 0.25))):
             name = f"{arm}_w4a16_{seed}.jsonl"
             rows = [{"uid": f"q/{i}", "num_correct": int(x), "responses": [{}]} for i, x in enumerate(right)]
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,11 +84,15 @@ def test_the_table_pairs_arms_by_seed_and_question(tmp_path: pathlib.Path):
             lines.append({"arm": arm, "grid": "w4a16", "seed": seed, "responses": name} | numbers)
     lines.insert(0, lines[0] | {"eval/avg_at_1": 0.0})  # measured once more below
     (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = table.less_rtn(tmp_path, table.read(tmp_path), "qarl", "w4a16")
+    found = table.less(tmp_path, table.read(tmp_path), "qarl", "rtn", "w4a16")
     assert found.seeds == 3
     assert found.mean == pytest.approx(0.6 * 0.25, abs=0.03)  # of those that were wrong, a quarter
     assert 0 < found.half < 0.1
     said = table.table(tmp_path)
-    assert f"| w4a16 | qarl | 3 | {100 * np.mean([x['eval/avg_at_1'] for x in lines[2::2]]):.1f} | +1" in said
+    row = next(line for line in said.splitlines() if "| qarl |" in line).split(" | ")
+    assert row[3] == f"{100 * np.mean([x['eval/avg_at_1'] for x in lines[3::3]]):.1f}"
+    assert (
+        row[4] == row[5] == f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}"
+    )  # less rtn, less gptq: equal answers here
     assert "| w4a16 | rtn | 3 |" in said
-    assert table.less_rtn(tmp_path, table.read(tmp_path), "gptq", "w4a16") is None
+    assert table.less(tmp_path, table.read(tmp_path), "qarl", "rtn", "w8a8") is None

@@ -1,5 +1,6 @@
 # What the 1.5B's plan lacks: runs that share a GPU, the next when one of them ends. While the model arrives, two runs of one
 # step with random weights and short responses compile what the runs will need.
+# FORMAT=w3a16: the plan's next part, in its order. RUNS="base:w3a16 base:w4a16:g-1" first says which format that is.
 # LORA=1: the runs of PLAN_lora.md, three on a GPU of 141 GB (JOBS=4: four) or two on one of 80 GB, STEPS (20) each. RUNS: other runs.
 # TINY=1 LORA=1 RESULTS=DIR MODELS=DIR QUEUE=DIR tries every arm on a CPU with the real 0.5B.
 tiny=${TINY:-} lora=${LORA:-} python=${PYTHON:-python3} configs=configs/qwen25_coder_0p5b more=()
@@ -7,6 +8,11 @@ model=$MODELS/qwen25-coder-1.5b
 arms=(aligned_grpo_w4a16 bf16_grpo rollout_w4a16_tbpo) runs=()
 for seed in 1 2 3; do for arm in "${arms[@]}"; do runs+=("$arm:$seed"); done; done
 runs+=(base:w4a16 base:bf16)
+if [ -n "${FORMAT:-}" ]; then
+  pairs=()
+  for seed in 1 2 3 4 5 6; do pairs+=("qarl_w4a16:$seed" "rollout_w4a16_grpo:$seed"); done
+  runs=("${pairs[@]}" {aligned_grpo_w4a16,rollout_w4a16_tbpo,bf16_grpo}:{1,2,3})
+fi
 if [ -n "$lora" ]; then
   mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null || echo 0)
   [ "$mib" -gt 100000 ] || export JOBS=${JOBS:-2} FRACTION=${FRACTION:-0.24} # the learner is planned to take 15.2 GiB

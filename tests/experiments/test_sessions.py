@@ -1,0 +1,78 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that run the plans' cells on a host, with a stand-in for python: which commands they give, in which order."""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+STAND_IN = r"""#!/bin/bash
+echo "$*" >>"$SAID"
+case "$*" in
+*qarl_jax.train*) dir=$(grep -o 'run_dir=[^ ]*' <<<"$*") && mkdir -p "${dir#run_dir=}/checkpoints" ;;
+*--out*) out=$(sed 's/.*--out \([^ ]*\).*/\1/' <<<"$*") && printf 'a\nb\nc\n' >"$out" ;;
+*when_to_quantize.cell*) echo "{\"arm\": \"$4\", \"grid\": \"$5\", \"seed\": $6, \"x\": 0}" >>"$3/cells.jsonl" ;;
+esac
+"""
+
+
+@pytest.fixture
+def bash(tmp_path):
+    """Runs a script and returns the commands that it gave to python."""
+    python, said = tmp_path / "python", tmp_path / "said"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+
+    def run(*command, **more):
+        more |= {"PYTHON": str(python), "SAID": str(said), "QUEUE": str(tmp_path / "queue")}
+        said.write_text("")
+        subprocess.run(["bash", *command], cwd=ROOT, env=os.environ | more, check=True, timeout=60)
+        return said.read_text().splitlines()
+
+    return run
+
+
+def test_views_are_asked_of_each_trained_policy_beside_the_untrained_models_answers(bash, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "questions.jsonl").touch()
+    script = "experiments/qwen25_coder/plan_1p5b.sh"
+    base, trains, views = bash(script, str(work), "900", "qarl_w4a16:1", MODEL="M", VIEWS="3")
+    assert f"qarl_jax.evaluate --scheme bf16 --out {work}/base.jsonl" in base
+    assert "eval.num_prompts=3" in base
+    assert "checkpoint.at_end=true" in trains
+    assert (
+        f"--checkpoint {work}/runs/qarl_w4a16_seed1 --base {work}/base.jsonl --json --view difficulty,plan,know"
+        in views
+    )
+    assert "eval.data=null eval.num_prompts=3" in views
+    assert (work / "runs/qarl_w4a16_seed1/views.jsonl").exists()
+    assert not (work / "runs/qarl_w4a16_seed1/checkpoints").exists()
+    (plain,) = bash(script, str(tmp_path / "work"), "900", "qarl_w4a16:2", MODEL="M", VIEWS="")
+    assert "checkpoint.at_end=false" in plain
+
+
+def test_a_session_makes_each_cell_of_when_to_quantize_once(bash, tmp_path):
+    script, results = "benchmarks/sessions/quantize/all/10-cells.sh", tmp_path / "quantize"
+    more = {"TINY": "1", "RESULTS": str(tmp_path), "MODELS": "M"}
+    bash(script, **more)
+    cells = [json.loads(line) for line in (results / "cells.jsonl").read_text().splitlines()]
+    made = {(cell["arm"], cell["grid"]) for cell in cells}
+    arms = ("untrained", "rtn", "gptq", "qarl", "qarl_elsewhere")
+    assert made == {(arm, grid) for arm in arms for grid in ("w8a8", "w4a16", "w3a16")} | {("stock", "w4a16")}
+    assert len(cells) == len(made)
+    again = bash(script, **more)
+    assert [line for line in again if "when_to_quantize.cell" in line] == []
+
+
+def test_the_workbench_runs_every_objective_and_its_teacher(bash, tmp_path):
+    results = tmp_path / "results"
+    more = {"TINY": "1", "RESULTS": str(results), "MODELS": "M"}
+    said = bash("benchmarks/sessions/workbench/all/10-arms.sh", **more)
+    arms = [word.removeprefix("arm=") for line in said for word in line.split() if word.startswith("arm=")]
+    assert arms == ["bands_spread", "bands_length", "dppo_tv", "dppo_kl", "ais", "self_distillation", "distillation"]
+    assert ["kl.reference=" in line for line in said if "arm=" in line] == [False] * 6 + [True]
