@@ -16,6 +16,8 @@ import socket
 import subprocess
 import sys
 
+WAIT_S = 600  # for free hosts
+
 
 def command(number: int, hosts: int, coordinator: str, arguments: list[str]) -> list[str]:
     """The command of one host's process."""
@@ -54,7 +56,11 @@ def main() -> int:
 
     ray.init(address="auto")
     group = ray.util.placement_group([{"CPU": 1, "GPU": args.gpus}] * args.hosts, strategy=args.strategy)
-    ray.get(group.ready())
+    if not group.wait(WAIT_S):
+        print(
+            f"no {args.hosts} hosts with {args.gpus} free GPUs each after {WAIT_S} s; see `ray status`", file=sys.stderr
+        )
+        return 2
     codes: list[int] = []
     for _ in range(args.attempts):
         hosts = [

@@ -1,8 +1,9 @@
-# Whole steps on four cards (or two), 1.7B shapes under w8a8: synchronous, the learner over all with an engine on each;
+# Whole steps on four cards (or two), 1.7B shapes (or SHAPES=8b) under w8a8: synchronous, the learner over all with an engine on each;
 # then staleness 1 and 4, the learner on half of them and engines on the other half. Tokens per second are in the lines, the busy
 # share of each card, once a second, in busy_*.csv.
 source benchmarks/sessions/tp/common.sh
 sizes=(--batch 512 --response-len 1024 --mean-len 400 --updates 4 --steps 4) seqs=256 stales="1 4" more=()
+shapes=${SHAPES:-$shapes}
 if [ -n "$TINY" ]; then
   export XLA_FLAGS=--xla_force_host_platform_device_count=2
   sizes=(--batch 16 --response-len 16 --updates 2 --steps 2) seqs=8 stales=1
