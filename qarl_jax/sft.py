@@ -31,7 +31,7 @@ from qarl_jax.optim import build, leafwise
 from qarl_jax.run import made, on_disk
 from qarl_jax.runtime import mesh, progress
 from qarl_jax.typed_config import load
-from qarl_jax.types import DivergedError, LossInputs, Prompt, TrainBatch, UserError, entry_point
+from qarl_jax.types import DivergedError, LossInputs, Prompt, TrainBatch, UserError, check_seed, entry_point
 
 RECEIPT = "sft.json"
 
@@ -106,6 +106,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         self.optimizer.check_masters("optimizer")
         if (self.model.path is None) == (self.model.init is None):
             raise UserError(

@@ -215,6 +215,12 @@ class AbsentError(UserError):
     """A file, folder or package that is not on this machine. A dry run makes its plan without it."""
 
 
+def check_seed(seed: int) -> None:
+    """Refuses a seed that a generator of random numbers would not take."""
+    if not 0 <= seed < 2**31:
+        raise UserError(f"seed must lie in [0, 2^31), got {seed}.")
+
+
 def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
     """Raises `UserError` if a field of `config` is below `least` or NaN; None passes. `note` ends the message."""
     for field in fields:

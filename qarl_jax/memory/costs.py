@@ -72,7 +72,8 @@ def step_seconds(cfg: RunConfig) -> float:
 
 
 def _token_seconds(cfg: RunConfig) -> float:
-    return published_bytes(cfg) / DECODE_BYTES + LAUNCH_S
+    """Estimates the seconds of an engine's step, which reads all weights, those of a base held once too."""
+    return (published_bytes(cfg) + learner.one_base_bytes(cfg)) / DECODE_BYTES + LAUNCH_S
 
 
 def remat_seconds(cfg: RunConfig, policy: str) -> float:

@@ -34,7 +34,7 @@ from qarl_jax.quant import check_quantizable
 from qarl_jax.run import export, made, on_disk
 from qarl_jax.runtime import progress
 from qarl_jax.typed_config import load
-from qarl_jax.types import UserError, at_least, entry_point
+from qarl_jax.types import UserError, at_least, check_seed, entry_point
 
 RECEIPT = "qat.json"
 Optimizer = Annotated[Any, load.Variants(build.OPTIMIZERS)]
@@ -121,8 +121,7 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "save_every")
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"seed must lie in [0, 2^31), got {self.seed}.")
+        check_seed(self.seed)
         if not self.stages or "bf16" in self.stages:
             raise UserError(
                 "stages names one low-bit scheme or more, for example [w8a16_asym, w4a16_asym, w2a16_asym]."

@@ -49,7 +49,7 @@ from qarl_jax.runtime.mesh import Config as MeshConfig
 from qarl_jax.runtime.processes import Config as DistributedConfig
 from qarl_jax.typed_config import load as schema
 from qarl_jax.typed_config.load import Variants
-from qarl_jax.types import UserError, at_least
+from qarl_jax.types import UserError, at_least, check_seed
 
 LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
 
@@ -282,8 +282,7 @@ class RunConfig:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"seed must lie in [0, 2^31), got {self.seed}.")
+        check_seed(self.seed)
         longest = self.data.max_prompt_len + self.rollout.max_response_len
         if 0 < self.train.row_len < longest:
             raise UserError(

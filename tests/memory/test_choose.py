@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from qarl_jax import train
-from qarl_jax.memory import choose, learner
+from qarl_jax.memory import choose, costs, learner
 from qarl_jax.models import published
 from qarl_jax.run import config
 
@@ -73,3 +73,15 @@ def test_a_critic_s_shapes_are_made_once_for_all_settings_that_they_do_not_depen
         assert len(made) == 1
         learner.abstract_critic(config.replaced(cfg, {"critic.optimizer.moment_dtype": "int8"}))
     assert len(made) == 2
+
+
+def test_sequences_are_not_given_up_for_less_recomputation_beside_a_base_held_once():
+    """Each token reads the base, so a KV cache of few sequences is dear: QeRL's 32B on a GPU of 80 GB."""
+    with published.folder("models/Qwen2.5-32B-Instruct") as folder:
+        words = ["arm=32b_nvfp4_aqn", f"model.path={folder}", "mesh.fsdp=1"]
+        cfg = config.load("configs/papers/qerl_gsm8k.yaml", words)
+        once, _ = choose.settle(cfg, int(79.1 * 2**30))
+        twice = config.load("configs/papers/qerl_gsm8k.yaml", [*words, "rollout.engine.transport=host"])
+        waits = [costs.waiting_seconds(one, 16) for one in (cfg, twice)]
+    assert once.rollout.engine.max_num_seqs >= 64
+    assert waits[0] == pytest.approx(waits[1], rel=0.01)
