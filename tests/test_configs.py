@@ -5,6 +5,7 @@
 The papers' runs are arms of their models' files (configs/papers), and must differ only in what the papers vary.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,10 +16,10 @@ import pytest
 import yaml
 
 from qarl_jax import qat, train
-from qarl_jax.advise import forecast
+from qarl_jax.advise import counts, forecast, machines
 from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
-from qarl_jax.memory import choose
+from qarl_jax.memory import choose, costs
 from qarl_jax.models import published
 from qarl_jax.optim import build
 from qarl_jax.run import config, description
@@ -151,6 +152,25 @@ def test_every_arm_fits_its_headers_hardware_with_an_engine_on_every_gpu(path, f
         settled, _ = planned(path, folders, gpus, size, *arm)
         if settled.rollout.engine_name == "vllm" and size in (80, 141):
             assert re.match(r"\d+ (s|min) on H[12]00 ", forecast.line(settled, int(GIB_OF[size] * 2**30)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", [path for path, said in ON_GPUS.items() if said], ids=name)
+def test_no_other_recomputation_makes_a_step_faster_by_its_forecast(path, folders):
+    """The plan orders its choices by estimates of its own, and they agree with the forecast within 7 %."""
+    gpus, size = map(int, ON_GPUS[path].groups())
+    machine = next(one for one in machines.MACHINES.values() if abs(one.size / GIB_OF[size] / 2**30 - 1) < 0.04)
+
+    def seconds(*overrides):
+        settled, _ = planned(path, folders, gpus, size, *overrides)
+        return sum(forecast.seconds(counts.of_step(config.on_a_gpu(settled), machine), forecast.RATES).values())
+
+    own = "arms" in yaml.safe_load(path.read_text())
+    for arm in [[f"arm={arm}"] for arm in schema.arms_of(config.RunConfig, path)] if own else [[]]:
+        chosen = seconds(*arm)
+        for remat in costs.REPEATED:
+            with contextlib.suppress(UserError):  # it does not fit
+                assert chosen < 1.07 * seconds(*arm, f"model.remat={remat}"), (arm, remat)
 
 
 @pytest.mark.slow
