@@ -300,8 +300,13 @@ def float_product(
       x, w: bfloat16. bias, factor: float32.
       splits: one or two (`split_k.splits_of`), or more without bias and factor (`split_k.splits_of_adapter`).
       tile, blocks, interpret: as in `product`.
+
+    Raises:
+      ValueError: more than two splits, and a bias or a factor.
     """
     if splits > 2:
+        if bias is not None or factor is not None:
+            raise ValueError(f"a product of {splits} parts takes no bias and no factor")
         tile, n = tile or FLOAT_PARTS, w.shape[0]
         x, w = _filled(x, 1, split_k.STEP * splits), _filled(w, tile.n, split_k.STEP * splits)
         sums = _launch(x, w, (), None, tile, blocks, interpret, "hopper_bf16", scaled=False, factor=False, parts=splits)
@@ -330,7 +335,7 @@ def _launch(
 ) -> jax.Array:
     """The kernel on operands filled up to whole tiles.
 
-    scales: of rows and outputs, or of outputs alone. static: of `_kernel`.
+    scales: of rows and outputs, or of outputs alone. parts, static: of `_kernel`.
     """
     m, n = x.shape[0], w.shape[0]
     if blocks is None:

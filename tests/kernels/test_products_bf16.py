@@ -66,6 +66,12 @@ def test_factors_meet_the_sum_which_is_rounded_before_the_bias(with_bias):
     np.testing.assert_array_equal(got, want)
 
 
+def test_many_parts_with_a_bias_are_refused():
+    x, w, b = operands(64, 64, 512)
+    with pytest.raises(ValueError, match="4 parts takes no bias"):
+        product_hopper.float_product(x, w, b, splits=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("splits", "factors"), [(1, False), (1, True), (2, False), (2, True), (8, False)])
 def test_the_kernel_lowers_for_a_gpu(splits, factors):
