@@ -9,7 +9,7 @@ mixture=30b-a3b
 [ -z "$TINY" ] || mixture=tiny-moe
 [ -e "$MODELS/$mixture-4/config.json" ] ||
   $PYTHON -m benchmarks.random_folder "$MODELS/$mixture-4" --shapes $mixture $([ -n "$TINY" ] || echo --layers 4)
-for pair in "0,1 w4a16" "2,3 w8a8"; do
+for pair in "0,1 w8a8" "2,3 w4a16"; do
   gate "tp2_experts_${pair#* }" 2 ${pair% *} $mixture-4 ${pair#* } "${sizes[@]}" --updates 1 --replay &
   [ -z "$TINY" ] || break
 done
