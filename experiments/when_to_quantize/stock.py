@@ -82,8 +82,10 @@ def trained(run: str) -> PolicyWeights:
     learner = build.make_learner(
         cfg, build.policy_graphdef(cfg, stamp.numerics_of(stamp.of(run))), build.make_mesh(cfg)
     )
-    state = learner.init(*build.load_policy(cfg, learner, restored=True))
-    params = checkpoints.restore(state.entries(), step=step).state["params"]
+    params, frozen = build.load_policy(cfg, learner, restored=True)
+    if frozen is not None:
+        learner.hold(frozen)
+    params = checkpoints.restore({"params": params}, step=step).state["params"]
     params, qweights = joined(params, learner.quantize(params))
     return PolicyWeights(graphdef=learner.graphdef, params=params, qweights=qweights)
 
