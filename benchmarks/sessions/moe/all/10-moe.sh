@@ -16,7 +16,7 @@ compare() {
     name=${shapes}_${responses}_${length}_$case
     on "$gpus" limited "$name" 560 $PYTHON -m benchmarks.step_gpu --shapes $shapes --cards "$cards" --folder "$MODELS/$shapes" \
       --case $case --batch "$responses" --response-len "$length" --updates "$updates" --steps "$steps" --limit-s 540 \
-      --run-dir "$RESULTS/runs/$name" --log "$RESULTS/run_$name.log" --out "$RESULTS/mixture.jsonl" \
+      --run-dir "$RESULTS/runs/$name" --log "$RESULTS/run_$name.log" --out "$RESULTS/moe.jsonl" \
       checkpoint.every=0 optimizer.offload=auto optimizer.matmul_precision=bfloat16 "$@" "${more[@]}" || true
   done
 }

@@ -5,12 +5,12 @@ for scheme in bf16 w8a8 w4a16; do
   gate tp4_$scheme 4 0,1,2,3 $shapes $scheme "${sizes[@]}" --updates 1
   [ -z "$TINY" ] || break
 done
-mixture=30b-a3b
-[ -z "$TINY" ] || mixture=tiny-moe
-[ -e "$MODELS/$mixture-4/config.json" ] ||
-  $PYTHON -m benchmarks.random_folder "$MODELS/$mixture-4" --shapes $mixture $([ -n "$TINY" ] || echo --layers 4)
+moe=30b-a3b
+[ -z "$TINY" ] || moe=tiny-moe
+[ -e "$MODELS/$moe-4/config.json" ] ||
+  $PYTHON -m benchmarks.random_folder "$MODELS/$moe-4" --shapes $moe $([ -n "$TINY" ] || echo --layers 4)
 for pair in "0,1 w8a8" "2,3 w4a16"; do
-  gate "tp2_experts_${pair#* }" 2 ${pair% *} $mixture-4 ${pair#* } "${sizes[@]}" --updates 1 --replay &
+  gate "tp2_experts_${pair#* }" 2 ${pair% *} $moe-4 ${pair#* } "${sizes[@]}" --updates 1 --replay &
   [ -z "$TINY" ] || break
 done
 wait
