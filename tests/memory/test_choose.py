@@ -3,13 +3,19 @@
 """Settings that a refused run is offered: they fit, and no others that fit are cheaper."""
 
 import itertools
+import json
+import pathlib
+import random
 
 import pytest
 
 from qarl_jax import train
-from qarl_jax.memory import choose, costs, learner
+from qarl_jax.memory import choose, costs, learner, plan
 from qarl_jax.models import published
 from qarl_jax.run import config
+from tests.reference.qwen3 import qwen3
+
+GIB = 2**30
 
 
 def dry_run(name, arm, gpus, gb, *more):
@@ -85,3 +91,70 @@ def test_sequences_are_not_given_up_for_less_recomputation_beside_a_base_held_on
         waits = [costs.waiting_seconds(one, 16) for one in (cfg, twice)]
     assert once.rollout.engine.max_num_seqs >= 64
     assert waits[0] == pytest.approx(waits[1], rel=0.01)
+
+
+# ---- no settings are overlooked -------------------------------------------------------------------------------------
+
+AUTOS = ("optimizer.offload=auto", "rollout.engine.memory=auto", "model.remat=auto", "train.grad_dtype=auto")
+
+
+def everything(cfg, size):
+    """Every combination of what `AUTOS` leave to the plan, with its cost: written out, in no particular order."""
+    knobs = choose.automatic(cfg, size)
+    for choices in itertools.product(*knobs.learner, *knobs.engine):
+        settings, cost = {}, costs.Cost()
+        for choice in choices:
+            settings |= choice.settings
+            cost += choice.cost
+        yield settings, cost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.nightly)], ids=["three", "two hundred"]
+)
+def test_of_all_settings_the_cheapest_that_fit_are_found(tmp_path, seeds):
+    for seed in seeds:
+        rng = random.Random(seed)
+        heads, width, layers = rng.choice([8, 16, 32]), rng.choice([1024, 2048, 4096]), rng.choice([8, 24, 36])
+        shape = {"vocab": rng.choice([32000, 151936]), "hidden": width, "intermediate": rng.choice([2, 4]) * width}
+        model = qwen3(
+            layers=layers, heads=heads, kv_heads=rng.choice([2, 8]), head_dim=128, attention_bias=False, **shape
+        )
+        (tmp_path / f"{seed}").mkdir()
+        (tmp_path / f"{seed}" / "config.json").write_text(json.dumps(model))
+        gpus, prompts = rng.choice([1, 2, 4, 8]), rng.choice([64, 512])
+        cfg = config.load(
+            "configs/papers/qwen3_8b_base.yaml",
+            [
+                f"model.path={tmp_path}/{seed}", f"mesh.fsdp={gpus}", f"train.prompts_per_step={prompts}",
+                f"quant.forward={rng.choice(['bf16', 'w8a8', 'fp8', 'w4a16'])}",
+                f"rollout.max_response_len={rng.choice([1024, 8192, 16384])}", *AUTOS,
+            ],
+        )  # fmt: skip
+        size = rng.randrange(16, 141) * GIB
+        cfg = choose.with_engines(cfg)
+        combinations = list(everything(cfg, size))
+        drawn = [*rng.sample(combinations, 12), combinations[-1]]
+        fitting = [cost for settings, cost in drawn if not plan.make(config.replaced(cfg, settings), size).missing]
+        assert choose.fits(cfg, size) or not fitting, seed
+        if not choose.fits(cfg, size):
+            continue
+        settled, made = choose.settle(cfg, size)
+        assert plan.make(settled, size).missing == 0 == made.missing
+        own = next(cost for settings, cost in combinations if config.replaced(cfg, settings) == settled)
+        assert all(own <= cost for cost in fitting), seed
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_base", "qwen3_30b_a3b_base"])
+def test_the_papers_large_models_fit_eight_gpus_of_80_gb_with_an_engine_on_each(tmp_path, name):
+    shapes = "Qwen3-30B-A3B-Base" if "30b" in name else "Qwen3-8B-Base"
+    fixture = json.loads((pathlib.Path(__file__).parents[1] / f"fixtures/models/{shapes}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fixture["config"]))
+    cfg = config.load(f"configs/papers/{name}.yaml", [f"model.path={tmp_path}", *AUTOS])
+    settled, made = choose.settle(cfg, int(79.6 * GIB))
+    assert (made.missing, made.engines, made.devices) == (0, 8, 8)
+    assert settled.rollout.engine.visible_gpus == "0;1;2;3;4;5;6;7"
+    # Rounding changes only where it must, or where it saves hours: four sequences at once, not two.
+    assert settled.train.grad_dtype == ("bfloat16" if "30b" in name else "float32")
+    assert any("sequences of full length at once" in line for line in made.lines())
