@@ -185,6 +185,6 @@ def _texts(tokenizer: Tokenizer, response: Sequence[int], at: np.ndarray, cut: i
 
 def _rounded(values: Any) -> Any:
     """Six digits; JSON has no infinity, so what is not finite is None."""
-    if np.ndim(values):
-        return [_rounded(value) for value in values]
+    if np.ndim(values):  # as Python's floats at once: numpy's are slow one by one
+        return [_rounded(value) for value in np.asarray(values, np.float64).tolist()]
     return float(f"{float(values):.6g}") if math.isfinite(values) else None
