@@ -135,5 +135,5 @@ def run(body: Callable[..., Any], stream: Any, elements: Any, own: Leaves, sums:
 
 def _add_row(index: jax.Array, sums: jax.Array, grad: jax.Array) -> jax.Array:
     """Accumulators [L, ...] with a layer's gradient added."""
-    row = added(jax.lax.dynamic_index_in_dim(sums, index, keepdims=False), grad)
-    return jax.lax.dynamic_update_index_in_dim(sums, row, index, 0)
+    row = added(jax.lax.dynamic_slice_in_dim(sums, index, 1), grad[None])
+    return jax.lax.dynamic_update_slice_in_dim(sums, row, index, 0)
