@@ -123,3 +123,12 @@ def test_no_layer_copies_its_row_of_the_gradients_before_it_adds():
     shapes = "|".join(",".join(map(str, row)) for row in rows)
     # Inside of a fusion an operand is a parameter.
     assert not re.findall(rf"f32\[(?:{shapes})\]\S* (?:dynamic-slice|fusion)\(%(?!param).*dynamic[-_]slice.*", text)
+
+
+@pytest.mark.usefixtures("compiled_programs")
+def test_the_backward_carries_one_cotangent_of_delta_and_residual():
+    made, state = learner("w8a8", hidden=96, remat="full")
+    (micro, *_) = packed().micro_batches(4)
+    stream = "f32[{},{},96]".format(*micro.tokens.shape)
+    loops = [line for line in program(made, state).as_text().splitlines() if " while(" in line]
+    assert [count for line in loops if (count := line.count(stream))] == [2, 1]
