@@ -197,6 +197,13 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(total == 1, x, jnp.log(total) * x / jnp.where(total == 1, 1.0, total - 1.0))
 
 
+def _both_sums(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums two arrays over their last axis as complex numbers. For two reductions XLA would store what x and y share:
+    exponentials in float64, twice as many bytes as the logits."""
+    total = jax.lax.complex(x, y).sum(-1)
+    return total.real, total.imag
+
+
 def statistics(
     z: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], *, numerics: Any = None
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"], Float[Array, "*rows"]]:
@@ -207,19 +214,22 @@ def statistics(
 
     def formula(z: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         top = z.max(-1, keepdims=True)
-        exps = jnp.exp(z - top)
+        # Relative to the maximum, the sums keep full precision however large the logits are.
+        below = z - top
+        exps = jnp.exp(below)
+        own, weighted = jnp.where(chosen, below, 0.0), exps * below
         if _wide_softmax(numerics):
             # The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the
             # logarithm of one plus what is left, and float32 keeps every digit of it, where the order of sums shows.
             largest = z == top
-            rest = jnp.where(largest, 0.0, exps).sum(-1) + (largest.astype(z.dtype).sum(-1) - 1.0)
+            others, weighted = _both_sums(jnp.where(largest, 0.0, exps), weighted)
+            count, own = _both_sums(largest.astype(z.dtype), own)
+            rest = others + (count - 1.0)
             total, log_total = 1.0 + rest, _log1p(rest)
         else:
-            total = exps.sum(-1)
+            total, own, weighted = exps.sum(-1), own.sum(-1), weighted.sum(-1)
             log_total = jnp.log(total)
-        # Relative to the maximum, the sums keep full precision however large the logits are.
-        own = jnp.where(chosen, z - top, 0.0).sum(-1)
-        entropy = log_total - (exps * (z - top)).sum(-1) / total
+        entropy = log_total - weighted / total
         return own - log_total, entropy, top[..., 0] + log_total
 
     chosen = _chosen(tokens, z.shape[-1])

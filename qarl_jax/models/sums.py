@@ -75,11 +75,13 @@ def _at(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def run(body: Callable[..., Any], stream: Any, elements: Any, own: Leaves, sums: Leaves) -> Any:
+def run(body: Callable[..., Any], stream: tuple[Any, Any], elements: Any, own: Leaves, sums: Leaves) -> Any:
     """Computes `lax.scan(body, stream, elements)[0]`; its gradient with respect to `own` is `sums` plus the gradient.
 
     Args:
       body: (stream, element) -> (stream, None), under a `remat` policy.
+      stream: (delta, residual). The body, and whoever reads the result, use nothing but their sum. So their cotangents
+        are equal, and the backward carries one; XLA would copy the other in every layer.
       elements: (state of a stack, anything else), arrays [L, ...]; only the leaves in `own` get a gradient.
       own: the leaves of the state that learn. sums: an accumulator for each, of its shape and dtype.
     """
@@ -119,15 +121,15 @@ def run(body: Callable[..., Any], stream: Any, elements: Any, own: Leaves, sums:
         saved, sums = residuals
 
         def one(carry: Any, given: Any) -> tuple[Any, None]:
-            (cotangent, sums), (index, own_saved) = carry, given
+            (both, sums), (index, own_saved) = carry, given
             read, rest = [*jax.tree.leaves(_at(elements, index)), *shared], iter(own_saved)
             leaves = [next(rest) if place is None else read[place] for place in kept["places"]]
-            cotangent, grads = jax.tree.unflatten(kept["structure"], leaves)(cotangent)
-            return (cotangent, jax.tree.map(functools.partial(_add_row, index), sums, grads)), None
+            (both, _), grads = jax.tree.unflatten(kept["structure"], leaves)((both, both))
+            return (both, jax.tree.map(functools.partial(_add_row, index), sums, grads)), None
 
         order = jnp.arange(length, dtype=jnp.int32)
-        (cotangent, sums), _ = jax.lax.scan(one, (cotangent, sums), (order, saved), reverse=True)
-        return cotangent, sums, None
+        (both, sums), _ = jax.lax.scan(one, (cotangent[0], sums), (order, saved), reverse=True)
+        return (both, both), sums, None
 
     through.defvjp(forward, backward)
     return through(stream, own, sums)
@@ -135,5 +137,5 @@ def run(body: Callable[..., Any], stream: Any, elements: Any, own: Leaves, sums:
 
 def _add_row(index: jax.Array, sums: jax.Array, grad: jax.Array) -> jax.Array:
     """Accumulators [L, ...] with a layer's gradient added."""
-    row = added(jax.lax.dynamic_index_in_dim(sums, index, keepdims=False), grad)
-    return jax.lax.dynamic_update_index_in_dim(sums, row, index, 0)
+    row = added(jax.lax.dynamic_slice_in_dim(sums, index, 1), grad[None])
+    return jax.lax.dynamic_update_slice_in_dim(sums, row, index, 0)

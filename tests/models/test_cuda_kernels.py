@@ -10,6 +10,7 @@ bfloat16 arrays are stored as int16. Attention's sums have an order of their own
 
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,20 @@ def test_silu_of_every_bfloat16(recorded):
     theirs = recorded["silu_all"]
     matters = np.isfinite(every.astype(np.float32)) & (np.abs(theirs.astype(np.float32)) > 1e-30)
     np.testing.assert_array_equal(mine.view(np.int16)[matters], theirs.view(np.int16)[matters])
+
+
+def test_silu_of_bfloat16_is_looked_up_with_the_bits_of_the_division():
+    every = jnp.asarray(np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(2, 32768))
+    swiglu = functools.partial(layers.silu_and_mul, numerics=CUDA)
+    mine = jax.jit(swiglu)(every, jnp.ones_like(every))
+    divided = jax.jit(lambda x: layers.round_to(layers._divided_silu(x.astype(jnp.float32)), x.dtype))(every)
+    np.testing.assert_array_equal(np.asarray(mine).view(np.int16), np.asarray(divided).view(np.int16))
+
+    def total(gate, up):
+        return swiglu(gate, up).astype(jnp.float32).sum()
+
+    quotients = re.findall(r"f32\[([\d,]+)\] = div ", str(jax.make_jaxpr(jax.grad(total, (0, 1)))(every, every)))
+    assert set(quotients) == {"65536"}
 
 
 def test_silu_is_rounded_before_it_is_multiplied(recorded):

@@ -3,6 +3,7 @@
 """Under `cpu` every layer is its formula in float64, rounded once: against numpy, and with the gradient of `plain`."""
 
 import functools
+import re
 import types
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from qarl_jax.models import layers
 from qarl_jax.models.attention import attention
-from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.models.logprobs import statistics, token_logprobs
 from qarl_jax.quant import PLAIN, resolve
 from tests.reference.quant_reference import bf
 
@@ -116,6 +117,21 @@ def test_log_probs_are_those_of_float64_sums_in_any_chunks(temperature):
         hidden
     )
     np.testing.assert_allclose(wide(mine), wide(plain), rtol=2**-6, atol=1e-3)
+
+
+def test_no_two_sums_over_the_vocabulary_share_an_exponential():
+    """XLA stores what two reductions share; one of complex numbers sums both."""
+    z, tokens = 4 * normal(9, 8, 500), jax.random.randint(jax.random.key(10), (8,), 0, 500)
+    of = functools.partial(statistics, numerics=CPU)
+    sums = re.findall(r"\b(\w+)\[8\] = reduce_sum", str(jax.make_jaxpr(of)(z, tokens)))
+    assert sums == ["c128", "c128"]
+    below = wide(z) - wide(z).max(-1, keepdims=True)
+    exps = np.exp(below)
+    entropy = np.log(exps.sum(-1)) - (exps * below).sum(-1) / exps.sum(-1)
+    own = np.take_along_axis(below, np.asarray(tokens)[:, None], -1)[:, 0]
+    got = jax.jit(of)(z, tokens)
+    np.testing.assert_array_equal(got[0], (own - np.log(exps.sum(-1))).astype(np.float32))
+    np.testing.assert_allclose(got[1], entropy, rtol=1e-7)
 
 
 @pytest.mark.slow

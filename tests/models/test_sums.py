@@ -3,6 +3,7 @@
 """Gradients that are added in the backward: the bits of those that are added afterwards, in less memory."""
 
 import contextlib
+import re
 
 import jax
 import numpy as np
@@ -91,12 +92,16 @@ def test_so_have_those_of_experts_adapters_policies_and_meshes(fields, monkeypat
     assert_same_bits(accumulated(*learner("w8a8", **fields)), wanted)
 
 
-def program_bytes(made, state):
-    """Bytes that the gradient's program needs beside its arguments and results."""
+def program(made, state):
+    """The compiled gradient."""
     (micro, *_) = packed().micro_batches(4)
     rest = made.quantize(state.params), made.put(micro), None, *made._counts(1, 1), None, None
-    compiled = made._accumulate.lower(made.zero_grads(state), state.params, *rest).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return made._accumulate.lower(made.zero_grads(state), state.params, *rest).compile()
+
+
+def program_bytes(made, state):
+    """Bytes that the gradient's program needs beside its arguments and results."""
+    return program(made, state).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.slow
@@ -108,3 +113,22 @@ def test_no_second_copy_of_the_gradients_exists(monkeypatch):
     afterwards(monkeypatch)
     theirs = program_bytes(*learner("w8a8", hidden=256, num_layers=8, remat="full"))
     assert theirs - ours > 0.8 * stacks
+
+
+@pytest.mark.usefixtures("compiled_programs")
+def test_no_layer_copies_its_row_of_the_gradients_before_it_adds():
+    made, state = learner("w8a8", remat="full")
+    text = program(made, state).as_text()
+    rows = {(1, *x.shape[1:]) for x in jax.tree.leaves(state.params["stacks"]) if x.ndim > 2}
+    shapes = "|".join(",".join(map(str, row)) for row in rows)
+    # Inside of a fusion an operand is a parameter.
+    assert not re.findall(rf"f32\[(?:{shapes})\]\S* (?:dynamic-slice|fusion)\(%(?!param).*dynamic[-_]slice.*", text)
+
+
+@pytest.mark.usefixtures("compiled_programs")
+def test_the_backward_carries_one_cotangent_of_delta_and_residual():
+    made, state = learner("w8a8", hidden=96, remat="full")
+    (micro, *_) = packed().micro_batches(4)
+    stream = "f32[{},{},96]".format(*micro.tokens.shape)
+    loops = [line for line in program(made, state).as_text().splitlines() if " while(" in line]
+    assert [count for line in loops if (count := line.count(stream))] == [2, 1]
