@@ -39,6 +39,12 @@ def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
         UnquantizedEmbeddingMethod().apply(Layer(), x)
         RMSNorm.forward_cuda(Layer(), x)
         assert called == ["head", "norm"], called
+
+        from vllm.v1.worker.gpu.sample import logprob
+
+        ranks = torch.ones(3, dtype=torch.int64)
+        logprob._ranks_kernel[(3,)](ranks, x, 8, None, 8, BLOCK_SIZE=8)
+        assert not ranks.any()
     """)
     first, second = out.strip().splitlines()[-2:]
     assert first == second == "''"
@@ -214,4 +220,86 @@ def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_the
                 packed, scale = (getattr(layer, f"{which}_{part}") for part in ("weight_packed", "weight_scale"))
                 assert torch.equal(packed, ops.interleaved(words[which]))
                 assert torch.equal(scale, scales[which].transpose(1, 2))
+    """)
+
+
+def test_a_norm_writes_codes_once_an_int8_layer_asked_for_them(run):
+    run("""
+        import types
+        from qarl_bridge.engine.cuda import install, int8, norm_ops
+        from vllm import _custom_ops
+        from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel as Kernel
+
+        made = []
+
+        def plain(input, scale=None, azp=None, symmetric=True):
+            made.append((scale, symmetric))
+            return torch.zeros(input.shape, dtype=torch.int8), torch.ones(len(input), 1), None
+
+        def normed(x, weight, eps, residual, codes):
+            if codes is not None:
+                codes[0].fill_(7)
+                codes[1].fill_(3)
+            return x + 1 if residual is None else (x + 1, residual)
+
+        _custom_ops.scaled_int8_quant = plain
+        _custom_ops.cutlass_scaled_mm = lambda codes, weight, scale_a, **named: (codes.float() * scale_a).sum()
+        norm_ops.rms_norm = normed
+        install._serves = lambda x, weight: True
+        int8.install()
+        int8.install()
+        norm = types.SimpleNamespace(
+            pass_weight=True, variance_size_override=None, weight=torch.ones(16), variance_epsilon=0.0
+        )
+        forward, static = install._norm(None), None
+        kernel = Kernel.__new__(Kernel)
+        kernel._get_layer_params = lambda layer: (None, None, static, None, None)
+        layer = lambda x: float(kernel.apply_weights(None, x))
+        x = torch.zeros(3, 16, dtype=torch.bfloat16)
+        first = forward(norm, x)
+        assert first.int8_codes is None and not made
+        assert layer(first) == 0 and len(made) == 1  # vLLM quantizes, and the norm is asked
+        for y in (forward(norm, x), forward(norm, x, x)[0]):
+            assert layer(y) == 3 * 16 * 7 * 3 and len(made) == 1
+        assert layer(y + 0) == 0 and len(made) == 2  # another tensor has no codes
+        static = torch.ones(1)  # and where a scale is given the codes are others
+        assert layer(y) == 0 and made[-1] == (static, True)
+        _custom_ops.scaled_int8_quant(y, symmetric=False)
+        assert made[-1] == (None, False)
+    """)
+
+
+def test_heads_norms_and_rotary_embedding_are_one_kernel_where_both_are_plain(run):
+    run("""
+        import types
+        from qarl_bridge.engine.cuda import install, norm_ops
+
+        torch.manual_seed(0)
+        install._serves = lambda x, weight: True
+        RotaryEmbedding = type("RotaryEmbedding", (), {"is_neox_style": True, "rotary_dim": 16})
+        rotary = RotaryEmbedding()
+        rotary.cos_sin_cache = torch.rand(9, 16).half()
+        norms = [
+            types.SimpleNamespace(pass_weight=True, variance_size_override=None, weight=torch.rand(16).half(),
+                                  variance_epsilon=1e-6)
+            for _ in "qk"
+        ]
+        layer = types.SimpleNamespace(
+            rotary_emb=rotary, q_norm=norms[0], k_norm=norms[1], head_dim=16, q_size=32, kv_size=16,
+            qkv_proj=lambda x: (x, None), o_proj=lambda x: (x, None), attn=lambda q, k, v: torch.cat([q, k, v], -1),
+        )
+        forward = install._attention(lambda *given: "vLLM's")
+        x, positions = torch.randn(5, 64).half(), torch.tensor([3, 0, 8, 1, 1])
+        y = forward(layer, positions, x)
+        table = rotary.cos_sin_cache
+        assert torch.equal(y[:, 48:], x[:, 48:])
+        gains = norms[0].weight, norms[1].weight
+        assert torch.equal(y[:, :48], norm_ops.rotated_norms(x[:, :48], 2, gains, 1e-6, positions, table))
+        assert forward(layer, positions.expand(3, 5), x) == "vLLM's"  # positions of images
+        rotary.is_neox_style = False
+        assert forward(layer, positions, x) == "vLLM's"
+        rotary.is_neox_style, norms[1].variance_size_override = True, 8
+        assert forward(layer, positions, x) == "vLLM's"
+        layer.rotary_emb = types.SimpleNamespace(is_neox_style=True, rotary_dim=16, cos_sin_cache=table)
+        assert forward(layer, positions, x) == "vLLM's"
     """)

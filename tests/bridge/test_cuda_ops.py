@@ -168,3 +168,62 @@ def test_shards_are_added_by_rank_and_rounded_once(run):
             wide = every.float() * 1.1
             assert torch.equal(ops.sum_of_shards(wide), sum(wide[1:], wide[0]))
     """)
+
+
+# The interpreter knows none of CUDA's library, and does not round to bfloat16.
+LIBRARY = """
+        import types
+        from qarl_bridge.engine.cuda import norm_ops
+
+        def rint(x):
+            return tl.tensor(interpreter.TensorHandle(np.rint(x.handle.data), tl.float32), x.type)
+
+        norm_ops.libdevice = types.SimpleNamespace(rint=rint)
+
+        def check_codes(y, codes):
+            top = y.float().abs().amax(-1, keepdim=True)
+            inverse = torch.where(top == 0, 0, 127 / top)
+            assert torch.equal(codes[0].float(), torch.round(y.float() * inverse)) and codes[0].abs().max() == 127
+            assert torch.equal(codes[1], top / 127)
+"""
+
+
+def test_norms_write_the_codes_of_what_they_return(run):
+    run(
+        LIBRARY
+        + """
+        torch.manual_seed(0)
+        x, r, w = torch.randn(5, 72).half(), torch.randn(5, 72).half(), torch.randn(72).half()
+        x[3], r[3] = 0, 0
+        total = (x.float() + r.float()).half()
+        codes = norm_ops.room_for_codes(x)
+        y, kept = norm_ops.rms_norm(x, w, 1e-6, r.clone(), codes)
+        want, _ = norm_ops.rms_norm(x, w, 1e-6, r.clone())
+        assert torch.equal(kept, total) and torch.equal(y, want)
+        scale = (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt().float()
+        assert torch.equal(y, (total.float() * scale * w.float()).half())
+        check_codes(y, codes)
+    """
+    )
+
+
+def test_heads_are_normed_and_rotated_in_one_kernel(run):
+    run(
+        LIBRARY
+        + """
+        torch.manual_seed(0)
+        fused = torch.randn(7, 8 * 32).half()
+        x = fused[:, 32:192]  # three heads of queries and two of keys
+        w, positions = torch.randn(2, 32).half(), torch.tensor([0, 1, 2, 3, 90, 5, 4])
+        angles = torch.arange(100.0)[:, None] * torch.rand(16)
+        table = torch.cat([angles.cos(), angles.sin()], -1).half()
+        y = torch.cat([
+            norm_ops.rms_norm(x[:, first:end].view(7, -1, 32), g, 1e-6)
+            for (first, end), g in zip(((0, 96), (96, 160)), w, strict=True)
+        ], 1).float()
+        cos, sin = table[positions].float()[:, None].chunk(2, -1)
+        a, b = y.chunk(2, -1)
+        want = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).half().view(7, 160)
+        assert torch.equal(norm_ops.rotated_norms(x, 3, (w[0], w[1]), 1e-6, positions, table), want)
+    """
+    )

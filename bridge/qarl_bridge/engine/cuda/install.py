@@ -1,13 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces vLLM's operations on CUDA by batch-invariant ones (kernels: `cuda/ops.py`, `cuda/sampling.py`).
+"""Replaces vLLM's operations on CUDA by batch-invariant ones, and some by faster ones of equal bits.
+
+Kernels: `cuda/ops.py`, `cuda/norm_ops.py`, `cuda/sampling.py`.
 
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
     these in int4 (w4a16), nvfp4           Machete or Marlin, as in bf16         ops.product
     these with zero points                 none                                  ops.product
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
-    RMSNorm                                threads by the number of rows         ops.rms_norm
+    RMSNorm                                threads by the number of rows         norm_ops.rms_norm, with int8 codes
+    heads' RMSNorm and rotary embedding    three kernels                         norm_ops.rotated_norms
     log-probs                              float32 sums in torch's order         sampling.log_softmax
     drawing                                a kernel for each request             sampling.draw
     routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     cuda/experts.py
@@ -18,6 +21,7 @@ that are not bfloat16, and on GPUs without wgmma.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -28,7 +32,7 @@ import torch
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
 
-from qarl_bridge.engine.cuda import ops, sampling
+from qarl_bridge.engine.cuda import int8, norm_ops, ops, sampling
 from qarl_bridge.engine.readback import experts as readback_experts
 
 # vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`cuda/experts.py`).
@@ -36,7 +40,13 @@ _DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear"
 # vLLM's second model runner has a sampler of its own.
 _OF_THE_SECOND_RUNNER = (
     ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", sampling.token_logprobs),
+    ("vllm.v1.worker.gpu.sample.logprob", "_ranks_kernel", sampling.NoRanks()),
     ("vllm.v1.worker.gpu.sample.states", "apply_temperature", sampling.apply_temperature),
+)
+# Attention whose heads have norms of their own.
+_WITH_HEAD_NORMS = (
+    ("vllm.model_executor.models.qwen3", "Qwen3Attention"),
+    ("vllm.model_executor.models.qwen3_moe", "Qwen3MoeAttention"),
 )
 _OFFSET = 4  # of a generator, for each draw
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
@@ -75,6 +85,7 @@ def install() -> str:
         from qarl_bridge.engine.cuda import experts
 
         experts.install(_replace)
+        _install_faster()
     from qarl_bridge.engine import asym_layers, nvfp4_layers
     from qarl_bridge.engine.cuda import asym, int4, nvfp4
 
@@ -83,6 +94,14 @@ def install() -> str:
     if _has_wgmma():
         nvfp4_layers.serve(nvfp4.BatchInvariantNvFp4LinearKernel)
     return _without_wgmma()
+
+
+def _install_faster() -> None:
+    """Installs kernels that give the bits of vLLM's in less time, where this version's classes are known."""
+    int8.install()
+    for module, name in _WITH_HEAD_NORMS:
+        with contextlib.suppress(ImportError, AttributeError):
+            _replace(getattr(importlib.import_module(module), name), "forward", _attention)
 
 
 def _without_wgmma() -> str:
@@ -140,9 +159,35 @@ def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_cuda(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if not self.pass_weight or self.variance_size_override is not None or not _serves(x, self.weight):
             return original(self, x, residual)
-        return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+        codes = int8.room(self, x)
+        y = norm_ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual, codes)
+        int8.offer(self, y if isinstance(y, torch.Tensor) else y[0], codes)
+        return y
 
     return forward_cuda
+
+
+def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps attention with norms of heads: norm and rotary embedding are one kernel, where both are the plain ones."""
+
+    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        rotary, norms = self.rotary_emb, (self.q_norm, self.k_norm)
+        plain = type(rotary).__name__ == "RotaryEmbedding" and rotary.is_neox_style and positions.dim() == 1
+        size, table = self.head_dim, getattr(rotary, "cos_sin_cache", None)
+        plain = plain and norms[0].variance_epsilon == norms[1].variance_epsilon
+        if not plain or size & (size - 1) or rotary.rotary_dim != size or table is None:
+            return original(self, positions, hidden_states)
+        if not all(n.pass_weight and n.variance_size_override is None and _serves(table, n.weight) for n in norms):
+            return original(self, positions, hidden_states)
+        qkv, _ = self.qkv_proj(hidden_states)
+        both, v = qkv.split([self.q_size + self.kv_size, self.kv_size], dim=-1)
+        gains = norms[0].weight.data, norms[1].weight.data
+        both = norm_ops.rotated_norms(both, self.q_size // size, gains, norms[0].variance_epsilon, positions, table)
+        q, k = both.split([self.q_size, self.kv_size], dim=-1)
+        output, _ = self.o_proj(self.attn(q, k, v))
+        return output
+
+    return forward
 
 
 def _top(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant matrix products, RMSNorm and sums of shards for a CUDA engine, as Triton kernels.
+"""Batch-invariant matrix products and sums of shards for a CUDA engine, as Triton kernels.
 
 The order of sums in vLLM's products (cuBLAS, Machete, Marlin) and norms depends on the number of rows, and vLLM rounds
 logits to bfloat16. `install.py` replaces them by these kernels; the learner computes equal numbers by equal rules:
@@ -9,11 +9,9 @@ logits to bfloat16. `install.py` replaces them by these kernels; the learner com
                  nvfp4: bf16(bf16(acc * f) + b), weights q * s of e2m1 codes and e4m3 scales, exact in bfloat16
                  zero points: weights bf16((q - z) s t) of 2, 3, 4 or 8 bits (`asym_ops`)
     logits       the bfloat16 product, in one part, left in float32
-    RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
     shards       y = bf16(((x_0 + x_1) + x_2) + ...) in float32, of a tensor-parallel engine (`engine/all_reduce.py`)
 
-A float64 sum of float32 terms, rounded once to float32, is equal in every order, except about one result in 10^8. wgmma
-products have equal bits with every tile, so tiles and schedules decide speed alone.
+Norms: `norm_ops.py`. wgmma products have equal bits with every tile, so tiles and schedules decide speed alone.
 
 Not supported: experts (`expert_ops.py`), GPUs without wgmma.
 """
@@ -400,50 +398,6 @@ def interleaved(packed: torch.Tensor) -> torch.Tensor:
     size = packed.numel()
     _interleave[(triton.cdiv(size, 1024),)](packed, out, n, words // 16, size, BLOCK=1024, num_warps=4)
     return out
-
-
-# ---- norms -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _norm(x_ptr, r_ptr, w_ptr, y_ptr, vectors, outer, inner, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-          ADD: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row // vectors * outer + row % vectors * inner + at, mask=at < D, other=0.0).to(tl.float32)
-    if ADD:
-        total = (x + tl.load(r_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)).to(tl.bfloat16)
-        tl.store(r_ptr + row * D + at, total, mask=at < D)
-        x = total.to(tl.float32)
-    wide = x.to(tl.float64)
-    mean = tl.sum(wide * wide) / D + eps
-    r = (1.0 / tl.sqrt(mean)).to(tl.float32)
-    w = tl.load(w_ptr + at, mask=at < D, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * D + at, ((x * r) * w).to(tl.bfloat16), mask=at < D)
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes RMSNorm of x bfloat16 [..., D] with gains `weight` [D]; with a residual, returns the norm of the sum,
-    and the sum.
-
-    The residual is overwritten by the sum. A strided x [T, H, D] (heads of a fused projection) is not copied.
-    """
-    shape, d = x.shape, x.shape[-1]
-    assert residual is None or residual.is_contiguous()
-    if x.dim() != 3 or x.stride(-1) != 1:
-        x = x.reshape(-1, 1, d)
-    rows, vectors = x.shape[:2]
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(d)
-    warps = max(1, min(8, block // 256))
-    if rows:
-        _norm[(rows * vectors,)](
-            x, residual, weight, y, vectors, x.stride(0), x.stride(1), eps, D=d, BLOCK=block,
-            ADD=residual is not None, num_warps=warps,
-        )  # fmt: skip
-    return y if residual is None else (y, residual)
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

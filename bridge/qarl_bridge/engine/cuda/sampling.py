@@ -8,6 +8,9 @@ a draw       the argmax of log-prob - log(time), time exponential by Philox from
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -125,6 +128,17 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
         tokens = token_ids.to(torch.int64).contiguous()
         _of_tokens[(z.shape[0],)](z, tokens, y, z.shape[1], z.stride(0), tokens.shape[1], BLOCK=4096, num_warps=8)
     return y
+
+
+class NoRanks:
+    """A stand-in for vLLM's kernel of the sampled tokens' ranks, which reads all logits again. Ranks are 0: the bridge
+    does not read them."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._zero
+
+    def _zero(self, ranks: torch.Tensor, *others: Any, **named: Any) -> None:
+        ranks.zero_()
 
 
 def apply_temperature(logits: torch.Tensor, states: torch.Tensor, temperatures: torch.Tensor) -> None:
