@@ -26,6 +26,7 @@ from benchmarks import (
     random_folder,
     shapes,
     step_gpu,
+    step_processes,
     trace_summary,
     watched,
 )
@@ -438,3 +439,15 @@ def test_the_jobs_of_one_card_call_commands_that_exist(tmp_path):
     ).stdout
     assert len(gates) == 2
     assert not [word for words in gates for word in words if word.startswith("--") and word not in help_text]
+
+
+def test_a_process_for_each_gpu_repeats_a_run_with_an_engine_of_its_own(tmp_path):
+    words = ["quant.forward=w8a8", "run_dir=/r", "rollout.engine.replicas=4", "rollout.engine.visible_gpus=0;1;2;3"]
+    made = step_processes.commands(words, 2, tmp_path, on_gpus=True)
+    cfgs = [config.load(command[4], ["model.path=/m", "reward.name=exact", *command[5:]]) for command in made]
+    assert [cfg.distributed.process_id for cfg in cfgs] == [0, 1]
+    assert [cfg.distributed.local_devices for cfg in cfgs] == [(0,), (1,)]
+    assert len({cfg.distributed.coordinator for cfg in cfgs}) == 1
+    for cfg in cfgs:
+        assert (cfg.rollout.engine.replicas, cfg.rollout.engine.visible_gpus) == (0, "")  # the process decides
+        assert (cfg.run_dir, cfg.quant.forward) == (str(tmp_path), "w8a8")

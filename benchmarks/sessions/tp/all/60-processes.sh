@@ -1,0 +1,16 @@
+# One process with all cards beside one process a card, each with an engine on its own: whole steps, 1.7B shapes (or
+# SHAPES=8b) under w8a8, two updates. A line of one.jsonl and of processes.jsonl; seconds of steps and of publishing.
+source benchmarks/sessions/tp/common.sh
+sizes=(--batch 512 --response-len 1024 --mean-len 400 --updates 2 --steps 4) more=()
+shapes=${SHAPES:-$shapes} processes=$gpus
+if [ -n "$TINY" ]; then
+  processes=2 sizes=(--batch 16 --response-len 16 --updates 2 --steps 2)
+  more=(model.attention=xla rollout.engine.kv_cache_gb=0.1 rollout.engine.threads=1)
+  export XLA_FLAGS=--xla_force_host_platform_device_count=2
+fi
+limited one_process 300 $PYTHON -m benchmarks.step_gpu --shapes $shapes --folder "$MODELS/steps_$shapes" --case w8a8 \
+  --cards $processes --optimizer adamw "${sizes[@]}" --limit-s 280 --log "$RESULTS/one_process.run.log" \
+  --out "$RESULTS/one.jsonl" optimizer.offload=false "${more[@]}"
+[ -z "$TINY" ] || export XLA_FLAGS=--xla_force_host_platform_device_count=1
+limited processes 300 $PYTHON -m benchmarks.step_processes "$RESULTS/one.jsonl" --processes $processes --limit-s 280 \
+  --run-dir "$RESULTS/run_processes" ${TINY:+--cpu} --out "$RESULTS/processes.jsonl"
