@@ -47,8 +47,9 @@ def launch(folder, code, *arguments, names=NAMES, programs=None, patience_s=400)
       programs: a folder for compiled ones; None: none are kept.
     """
     (folder / "hosts").write_text(names)
-    environment = tiny.environment(programs) | {"ROOT": str(tiny.ROOT), "PYTHONPATH": f"{tiny.ROOT}:{tiny.ROOT}/bridge"}
-    environment["XLA_FLAGS"] = environment["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    path = os.pathsep.join([str(tiny.ROOT), f"{tiny.ROOT}/bridge", os.environ.get("PYTHONPATH", "")])
+    environment = tiny.environment(programs) | {"ROOT": str(tiny.ROOT), "PYTHONPATH": path}
+    environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "").replace("device_count=8", "device_count=1")
     command = [*UNSHARED, "bash", "-c", SCRIPT, "bash", sys.executable, "-c", code, *map(str, arguments)]
     with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True) as started:
         try:
