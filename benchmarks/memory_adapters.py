@@ -5,8 +5,8 @@
     python -m benchmarks.memory_adapters --out benchmarks/results/memory_adapters_h200.json
 
 The runs are arms of configs/gpu/recipes.yaml under w4a16, one row of 2,560 tokens, or of 18,432. A line per case: bytes
-of the gradients' program, compiled for an H200, and `memory.learner.parts`. Needs what `benchmarks.memory` needs. With
-a chunk of 128 tokens the layers' backward is the fullest moment, else the log-probs' forward.
+of the gradients' program, compiled for an H200, and `memory.learner.parts`. Needs what `benchmarks.memory` needs. A
+chunk of log-probs is the fullest moment of 4B, the layers' backward that of 32B.
 """
 
 from __future__ import annotations

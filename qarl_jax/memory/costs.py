@@ -13,11 +13,12 @@ import functools
 
 from qarl_jax.memory import learner
 from qarl_jax.memory.engine import at_once, published_bytes, share
+from qarl_jax.models.params import part_of
 from qarl_jax.observe import flops
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 
-LEARNER_FLOPS = 350e12  # per second and GPU, forward and backward
+LEARNER_FLOPS = 400e12  # per second and GPU, forward and backward of a dense model
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
 SHARED_BYTES = 0.1e9  # per second of a version through host memory, checks included (recipes_h100.json)
 SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and small (step_30b_a3b_two_h200.json)
@@ -54,12 +55,17 @@ class Cost:
         return Cost(bits=self.bits + other.bits, seconds=self.seconds + other.seconds)
 
 
-def update_seconds(cfg: RunConfig) -> float:
-    """Estimates the seconds of a step's updates without recomputation, for responses of full length."""
-    made, model = learner.shapes(cfg), learner.model_of(cfg)
+def update_seconds(cfg: RunConfig, *, of_layers: bool = False) -> float:
+    """Estimates the seconds of a step's updates without recomputation, for responses of full length.
+
+    of_layers: those of the layers alone, without embedding and head.
+    """
+    params, model = learner.shapes(cfg).params, learner.model_of(cfg)
+    if of_layers:
+        params = part_of(params, lambda path: path.startswith("stacks."))
     responses = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt * cfg.train.update_epochs
     lengths = [cfg.data.prompt_limit + cfg.rollout.max_response_len]
-    total = responses * flops.training(model, flops.active_parameters(model, made.params), lengths)
+    total = responses * flops.training(model, flops.active_parameters(model, params), lengths)
     return total / LEARNER_FLOPS / learner.planned_mesh(cfg).size
 
 
@@ -77,8 +83,8 @@ def _token_seconds(cfg: RunConfig) -> float:
 
 
 def remat_seconds(cfg: RunConfig, policy: str) -> float:
-    """Estimates the seconds per step that recomputation adds; a forward is a third of an update."""
-    return update_seconds(cfg) * REPEATED[policy] / 3
+    """Estimates the seconds per step that recomputation of layers adds; their forward is a third of their update."""
+    return update_seconds(cfg, of_layers=True) * REPEATED[policy] / 3
 
 
 def offload_seconds(cfg: RunConfig, owner: str) -> float:

@@ -6,11 +6,11 @@
 
 **Moments of an update.** The peak is in one of three. The layers' backward holds the saved activations, one layer's own
 and all gradients. With bfloat16 gradients it also holds the head's float32 sum, and a rounded copy of float32 masters
-that the forward reads. The log-probs' backward holds a chunk of float32 logits and the head's float32 gradient, before
-and after the chunk. A tied embedding's is there once more where micro-batches are summed. One of these gradients is
-the result itself, if gradients are float32. The layers' gradients, still zero, are allocated by then. The forward of
-log-probs has the largest chunk (`logprob_moments`), and no gradients beside an accumulator. "log-prob chunk" is what
-these moments need beyond the first.
+that the forward reads. The log-probs' backward holds a chunk of logits with their gradient. If gradients are float32,
+they have memory by then, and the head is there rounded. Else there are none but the head's float32 gradient, before and
+after the chunk. Where micro-batches are summed, an upper bound is planned: the layers' gradients, float32 logits, the
+head's gradient before and after the chunk, and a tied embedding's. The forward of log-probs (`logprob_moments`) has no
+gradients beside an accumulator. "log-prob chunk" is what these moments need beyond the first.
 
 An optimizer update in a program of its own is a fourth moment: after several micro-batches, or with an optimizer state
 on the host. Activations are freed then, and the update's temporaries (`update_scratch`) are allocated.
@@ -251,14 +251,12 @@ def layer_activations(
 def logprob_moments(model: models.ModelConfig, positions: int, tokens: int) -> tuple[int, int]:
     """Bytes beside saved activations in the log-probs' forward, and in their backward without the head's gradient.
 
-    Forward: float32 logits; under `float64_log_softmax` also exp in float64, a mask of the largest logits and partial
-    sums, for which XLA allocates 9.1 bytes a logit on an H200. Backward: float32 logits, and their gradient in the
-    compute dtype. Both: the last layer's two outputs, and the final norm's output with a copy in chunks.
+    Forward: float32 logits. Backward: these, and their gradient in the compute dtype. Both: the last layer's two
+    outputs, and the final norm's output with a copy in chunks.
     """
     width = model.compute_dtype.itemsize
     ends, logits = 4 * positions * model.hidden_size * width, tokens * model.vocab_size
-    forward = 13.1 if model.numerics.float64_log_softmax else 4
-    return ends + round(forward * logits), ends + (4 + width) * logits
+    return ends + 4 * logits, ends + (4 + width) * logits
 
 
 def update_scratch(
@@ -396,13 +394,10 @@ def update_parts(
     gradient = nbytes(params, mesh, own)
     # Embedding and head get their gradients as float32 sums.
     ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in AXIS_RULES.vocab)
-    learned = models.by_path(params)
-    vocabulary = model.vocab_size * model.hidden_size * 4 // ways
-    if not {"embed.kernel", "head.kernel"} & learned.keys():
-        vocabulary = 0
+    learned = {"embed.kernel", "head.kernel"} & models.by_path(params).keys()
+    vocabulary = model.vocab_size * model.hidden_size * 4 // ways if learned else 0
     saved = saved_activations(model, positions, max_segments)
-    own_layer = layer_activations(model, positions, max_segments, frozen_experts=_frozen_experts(params))
-    layers = saved + own_layer + decoded
+    layers = saved + decoded + layer_activations(model, positions, max_segments, frozen_experts=_frozen_experts(params))
     if backward != "bf16":
         layers += 2 * positions * max(_widths(model))
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
@@ -415,12 +410,16 @@ def update_parts(
     rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
     tokens = rows * logprobs.cut(max(1, rows * batch_shards(mesh)), max(2, row_len), chunk)[1]  # of a device, at once
     scored, differentiated = logprob_moments(model, positions, tokens)
-    if vocabulary:
-        sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
-        differentiated = min(chunk, positions) * model.vocab_size * 4 + sums * vocabulary
-        scored += vocabulary // 2 if in_float32 and model.compute_dtype.itemsize == 2 else 0  # the head, rounded
     # Results of a program have memory from its start; XLA gives it to float32 gradients, too.
     absent = 0 if one_program and (offload or in_float32) else beside
+    if vocabulary:
+        head = vocabulary // 2 if in_float32 and model.compute_dtype.itemsize == 2 else 0  # rounded
+        scored, sums = scored + head, 1 if positions <= chunk else 2
+        if one_program:
+            differentiated += head if in_float32 else sums * vocabulary - absent
+        else:
+            sums += model.tie_embeddings - in_float32
+            differentiated = min(chunk, positions) * model.vocab_size * 4 + sums * vocabulary
     chunks = max(0, saved + max(scored - absent, differentiated) - layers)
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:
