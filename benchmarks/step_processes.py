@@ -12,13 +12,17 @@ first process's record, in the form of one.jsonl.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.step_gpu import CONFIG, steps_done, summary
 
@@ -65,16 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     logs = [run_dir.with_name(f"{run_dir.name}.{n}.log") for n in range(args.processes)]
     running = []
-    for log, command in zip(logs, commands(one["overrides"], args.processes, run_dir, not args.cpu), strict=True):
-        with open(log, "w", encoding="utf-8") as file:
-            running.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-    codes = []
-    for process in running:
-        try:
-            codes.append(process.wait(max(1.0, args.limit_s - (time.perf_counter() - began))))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            codes.append(process.wait())
+    try:
+        for log, command in zip(logs, commands(one["overrides"], args.processes, run_dir, not args.cpu), strict=True):
+            with open(log, "w", encoding="utf-8") as file:
+                options: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
+                running.append(subprocess.Popen(command, stdout=file, **options))
+        # One that ends with an error ends the others, by itself (`runtime/peers.py`).
+        while any(process.poll() is None for process in running) and time.perf_counter() - began < args.limit_s:
+            time.sleep(0.5)
+    finally:
+        for process in running:  # with the engines and reward workers that a killed one would leave
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    codes = [process.wait() for process in running]
     line = {"case": one["case"], "shapes": one["shapes"], "batch": one["batch"], "processes": args.processes}
     line |= {"codes": codes, "seconds_in_all": time.perf_counter() - began, "overrides": one["overrides"]}
     if steps_done(run_dir) > 1:

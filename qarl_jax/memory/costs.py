@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates costs of memory settings: seconds per step on a Hopper GPU, or changed rounding of the result.
 
-The estimates order the choices of `choose.py`; they are no forecast. The rates are round numbers under those of
-docs/operations/performance.md and steps.md.
+The estimates order the choices of `choose.py`; they are no forecast. The rates are round numbers under those of dense
+models in docs/operations/performance.md and steps.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qarl_jax.observe import flops
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 
-LEARNER_FLOPS = 400e12  # per second and GPU, forward and backward of a dense model
+LEARNER_FLOPS = 400e12  # per second and GPU, of a dense model; a MoE model has 67e12 to 160e12 and is priced too low
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
 SHARED_BYTES = 0.1e9  # per second of a version through host memory, checks included (recipes_h100.json)
 SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and small (step_30b_a3b_two_h200.json)

@@ -80,7 +80,7 @@ def run(body: Callable[..., Any], stream: tuple[Any, Any], elements: Any, own: L
 
     Args:
       body: (stream, element) -> (stream, None), under a `remat` policy.
-      stream: (delta, residual). The body, and whoever reads the result, use nothing but their sum. So their cotangents
+      stream: (delta, residual). The body, and what reads the result, use nothing but their sum. So their cotangents
         are equal, and the backward carries one; XLA would copy the other in every layer.
       elements: (state of a stack, anything else), arrays [L, ...]; only the leaves in `own` get a gradient.
       own: the leaves of the state that learn. sums: an accumulator for each, of its shape and dtype.

@@ -247,7 +247,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Runs all layers on (delta, residual), and returns (delta, residual) after the last.
 
-        After the embedding, `delta` is its output and `residual` is zero. Other arguments as in `hidden_states`.
+        After the embedding, `delta` is its output and `residual` is zero. With `sums`, gradients are right only if
+        nothing but the result's sum is read (`models.sums.run`). Other arguments as in `hidden_states`.
         """
         B, T, _ = delta.shape
         if positions is None:

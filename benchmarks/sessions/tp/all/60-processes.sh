@@ -1,4 +1,4 @@
-# One process with all cards beside one process a card, each with an engine on its own: whole steps, 1.7B shapes (or
+# One process with all GPUs beside one process a GPU, each with an engine on its own: whole steps, 1.7B shapes (or
 # SHAPES=8b) under w8a8, two updates. A line of one.jsonl and of processes.jsonl; seconds of steps and of publishing.
 source benchmarks/sessions/tp/common.sh
 sizes=(--batch 512 --response-len 1024 --mean-len 400 --updates 2 --steps 4) more=()

@@ -13,6 +13,7 @@ Kernels: `cuda/ops.py`, `cuda/norm_ops.py`, `cuda/sampling.py`.
     heads' RMSNorm and rotary embedding    three kernels                         norm_ops.rotated_norms
     log-probs                              float32 sums in torch's order         sampling.log_softmax
     drawing                                a kernel for each request             sampling.draw
+    ranks of sampled tokens                all logits once more                  none, in the second model runner
     routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     cuda/experts.py
 
 `install` replaces methods of vLLM's classes before an engine is built. A replacement calls vLLM's method for tensors

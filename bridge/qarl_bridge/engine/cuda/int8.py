@@ -25,7 +25,7 @@ def room(norm: Any, x: torch.Tensor) -> norm_ops.Codes | None:
 
 
 def offer(norm: Any, y: torch.Tensor, codes: norm_ops.Codes | None) -> None:
-    """Marks a norm's output, with its codes, if there are any."""
+    """Marks a norm's output, with its codes, if there are any. Nothing may write to it before it is quantized."""
     y.int8_norm, y.int8_codes = norm, codes  # type: ignore[attr-defined]
 
 
