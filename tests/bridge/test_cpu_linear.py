@@ -163,22 +163,6 @@ def test_int8_layers_are_one_float64_sum(kernels, m, n, k, with_bias):
     np.testing.assert_array_equal(run(kernel, layer, x, bias), want)
 
 
-def adversarial_rows(k):
-    """Rows of every size, of zeros, of -0, of one value, of one sign, with outliers, of subnormals, near the largest
-    float, of ties; the last two have an infinity and a NaN."""
-    rng = np.random.default_rng(k)
-    x = rng.normal(size=(40, k)) * rng.choice([1e-30, 1e-3, 1, 1e3, 1e30], (40, 1))
-    x[0], x[1], x[2], x[3], x[4] = 0, -0.0, 1.5, -np.abs(x[3]), np.abs(x[4])
-    x[5, 3], x[6, 40] = 1e38, 1e4 * x[6, 40]
-    x[7], x[8] = 1e-40 * rng.normal(size=k), 1e-38 * rng.normal(size=k)
-    x[9] = rng.normal(size=k) * 10.0 ** rng.uniform(-30, 30, k)
-    x[10], x[11] = 1.6e38 * np.sign(x[10]), 2.0**-130 * rng.integers(-4, 5, k)
-    x[12], x[13] = 0.5 * rng.integers(0, 8, k), rng.integers(-7, 8, k)
-    x[14, :64], x[15, :64] = 0, 1e-45
-    x[-2, 7], x[-1, 7] = np.inf, np.nan
-    return x.astype(np.float32)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize("name", ["w2a2", "w4a4"])
@@ -190,7 +174,7 @@ def test_activations_are_rounded_to_the_learners_bits(kernels, name, group, dtyp
     from qarl_jax import quant
 
     scheme = quant.parse_scheme(f"{name}:g{group}")
-    x = jnp.asarray(adversarial_rows(512), dtype)
+    x = jnp.asarray(ref.adversarial_rows(512), dtype)
     learners = jax.jit(lambda x: scheme.activations(x, numerics=quant.resolve("cpu")))(x)
     given = torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, dtype))
     rounded = kernels.Float64AsymmetricLinear.rounded(given, scheme.activation_bits, group)
