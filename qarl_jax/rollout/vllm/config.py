@@ -191,6 +191,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
         )
     _check_shards(config, model)
     check_splitting(model)
+    _check_tables(config, model)
 
 
 def check_splitting(model: ModelConfig) -> None:
@@ -205,6 +206,16 @@ def check_splitting(model: ModelConfig) -> None:
                 " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
                 " that `qarl export --format hf` makes of the model."
             )
+
+
+def _check_tables(config: Config, model: ModelConfig) -> None:
+    """Raises UserError if the embedding or the head has codes, which vLLM has no layer for."""
+    coded = [path for path in quantizable(abstract_model(model)) if not path.startswith("stacks.")]
+    if coded and config.engine == "vllm":
+        raise UserError(
+            f"vLLM has no layer for {model.describe(coded[0])} in {model.scheme_of(coded[0])}: leave it in bf16"
+            " (quant.rules), or sample with the embedded sampler (rollout.engine.name=jax)."
+        )
 
 
 def _check_shards(config: Config, model: ModelConfig) -> None:
