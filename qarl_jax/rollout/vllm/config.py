@@ -209,12 +209,12 @@ def check_splitting(model: ModelConfig) -> None:
 
 
 def _check_tables(config: Config, model: ModelConfig) -> None:
-    """Raises UserError if the embedding or the head has codes, which vLLM has no layer for."""
+    """Raises UserError if the embedding or the head has codes, and vLLM's own kernels are asked for."""
     coded = [path for path in quantizable(abstract_model(model)) if not path.startswith("stacks.")]
-    if coded and config.engine == "vllm":
+    if coded and config.arithmetic == "vllm":
         raise UserError(
-            f"vLLM has no layer for {model.describe(coded[0])} in {model.scheme_of(coded[0])}: leave it in bf16"
-            " (quant.rules), or sample with the embedded sampler (rollout.engine.name=jax)."
+            f"vLLM's own kernels compute {model.describe(coded[0])} in {model.scheme_of(coded[0])} otherwise than the"
+            " learner: drop rollout.engine.arithmetic=vllm, or leave the weight in bf16 (quant.rules)."
         )
 
 
