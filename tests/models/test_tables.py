@@ -20,6 +20,7 @@ from qarl_jax.models.params import path_keys
 from qarl_jax.quant.qtensor import moved_codes
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.embedded.engine import Config, JaxSampler
+from qarl_jax.rollout.vllm import config as vllm
 from qarl_jax.run import export
 from qarl_jax.types import Prompt, UserError
 from tests.reference import quant_reference, tiny
@@ -84,6 +85,17 @@ def test_what_a_table_cannot_be_is_refused_with_what_to_do(tmp_path):
     tied = {"quant": models.parse_rules([{"match": "lm_head", "scheme": "w4a16:g32"}]), "tie_embeddings": True}
     with pytest.raises(UserError, match=r"lm_head the scheme w4a16:g32.*write the rule for 'embed'"):
         models.read_config(folder, **tied)
+
+
+def test_what_vllm_cannot_compute_is_refused_before_it_starts():
+    wide, narrow = (config(True, TABLES, hidden=hidden, numerics=quant.resolve("cuda")) for hidden in (128, 64))
+    vllm.check_model(vllm.Config(), wide)
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight in w4a16:g32 otherwise.*drop rollout"):
+        vllm.check_model(vllm.Config(arithmetic="vllm"), wide)
+    with pytest.raises(UserError, match=r"by 128 inputs at a time, and it has 64: leave it in bf16"):
+        vllm.check_model(vllm.Config(), narrow)
+    vllm.check_model(vllm.Config(), config(True, TABLES, numerics=quant.resolve("cpu")))
+    vllm.check_model(vllm.Config(arithmetic="vllm"), config(True, LAYERS))
 
 
 @pytest.mark.parametrize(("tied", "scheme"), [(False, SCHEMES[0]), (True, SCHEMES[0]), (True, SCHEMES[1])])

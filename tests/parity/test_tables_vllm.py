@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from qarl_jax import models
 from qarl_jax.rollout import SamplingConfig
-from qarl_jax.rollout.vllm.config import check_model
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine
-from qarl_jax.types import Prompt, UserError
+from qarl_jax.types import Prompt
 from qarl_jax.verify import ladder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -82,10 +81,3 @@ def test_every_row_and_every_input_is_read_back_through_whole_modules(served):
     assert kernels == dict.fromkeys(["model.embed_tokens", "lm_head"][: 2 - tied], "Float64Linear")
     assert "loading whole modules" in replica.status().facts.notes
     assert replica.read_back("sampled", seed=5).rows == 17 * 16
-
-
-def test_vllms_own_kernels_are_refused_before_it_starts(served):
-    config = models.config_of(served[2].graphdef)
-    with pytest.raises(UserError, match="arithmetic=vllm"):
-        check_model(dataclasses.replace(ENGINE, arithmetic="vllm"), config)
-    check_model(ENGINE, config)

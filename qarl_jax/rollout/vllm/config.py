@@ -8,7 +8,7 @@ import dataclasses
 import os
 from typing import ClassVar, Literal
 
-from qarl_bridge.protocol import formats, messages
+from qarl_bridge.protocol import formats, messages, split_k
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.models import abstract_model
@@ -209,12 +209,21 @@ def check_splitting(model: ModelConfig) -> None:
 
 
 def _check_tables(config: Config, model: ModelConfig) -> None:
-    """Raises UserError if the embedding or the head has codes, and vLLM's own kernels are asked for."""
+    """Raises UserError if the embedding or the head has codes, and vLLM's own kernels are asked for, or a GPU's are
+    not made for its width."""
     coded = [path for path in quantizable(abstract_model(model)) if not path.startswith("stacks.")]
-    if coded and config.arithmetic == "vllm":
+    if not coded or config.engine != "vllm":
+        return
+    weight = f"{model.describe(coded[0])} in {model.scheme_of(coded[0])}"
+    if config.arithmetic == "vllm":
         raise UserError(
-            f"vLLM's own kernels compute {model.describe(coded[0])} in {model.scheme_of(coded[0])} otherwise than the"
-            " learner: drop rollout.engine.arithmetic=vllm, or leave the weight in bf16 (quant.rules)."
+            f"vLLM's own kernels compute {weight} otherwise than the learner: drop rollout.engine.arithmetic=vllm, or"
+            " leave the weight in bf16 (quant.rules)."
+        )
+    if model.numerics.profile == "cuda" and model.hidden_size % split_k.STEP:
+        raise UserError(
+            f"on CUDA the bridge reads {weight} by {split_k.STEP} inputs at a time, and it has {model.hidden_size}:"
+            " leave it in bf16 (quant.rules), or sample with the embedded sampler (rollout.engine.name=jax)."
         )
 
 
