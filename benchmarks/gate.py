@@ -215,7 +215,7 @@ def observed(
 def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
     """Runs one engine under one scheme; yields the rows of its conditions, and one of the control."""
     begun = time.time()
-    rules = [{"match": "embed|head", "scheme": args.tables}, {"match": "", "scheme": scheme}] if args.tables else scheme
+    rules = models.rules_with_tables(scheme, args.tables)
     weights = ladder.load(path, rules, resolve("auto").profile, shards=args.tensor_parallel, lora_rank=args.lora_rank)
     config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]

@@ -168,6 +168,28 @@ def test_an_exported_folder_holds_the_codes_and_is_read_again(tied, tmp_path):
     hf.weights.check_weights(tmp_path, folder)
 
 
+def test_a_model_folder_is_exported_with_tables_by_name(tmp_path):
+    folder, out = tiny.model_folder(tmp_path / "model"), tmp_path / "out"
+    command = [
+        "--model",
+        str(folder),
+        "--scheme",
+        "w4a16:g64",
+        "--tables",
+        SCHEMES[0],
+        "--format",
+        "hf",
+        "--out",
+        str(out),
+    ]
+    assert export.main(command) == 0
+    before, after = (load_file(path / "model.safetensors") for path in (folder, out))
+    grid = quant_reference.grid("w4a16")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        arrays = grid.arrays(before[name].astype(np.float32), quant.parse_scheme(SCHEMES[0]))
+        np.testing.assert_array_equal(after[name], grid.value(arrays))
+
+
 def test_the_plan_counts_tables_in_their_real_size(tmp_path):
     world = tiny.World(tmp_path)
     held = {}
