@@ -215,7 +215,8 @@ def observed(
 def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
     """Runs one engine under one scheme; yields the rows of its conditions, and one of the control."""
     begun = time.time()
-    weights = ladder.load(path, scheme, resolve("auto").profile, shards=args.tensor_parallel, lora_rank=args.lora_rank)
+    rules = models.rules_with_tables(scheme, args.tables)
+    weights = ladder.load(path, rules, resolve("auto").profile, shards=args.tensor_parallel, lora_rank=args.lora_rank)
     config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
     same = {"scheme": scheme, "arithmetic": arithmetic, "engine": "tight" if tight else "roomy"}
@@ -249,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--schemes", nargs="+", default=["w8a8", "fp8", "w4a16", "bf16"])
+    parser.add_argument("--tables", default="", help="scheme of embedding and head; empty: bf16")
     parser.add_argument("--conditions", nargs="+", default=["plain"], choices=[*CONDITIONS, "all"])
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=32)

@@ -325,7 +325,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         model = models.abstract_model(dataclasses.replace(quantized, quant=quant.Rules(), splits=starts))
         counts: collections.Counter[str] = collections.Counter()
         problems = []
-        for path, linear in quantizable(model).items():
+        for path, linear in quantizable(model, quantized.quant).items():
             shape, of = linear.kernel.get_value().shape, quantized.scheme_of(path)
             counts["bf16" if of is None else str(of)] += int(np.prod(shape[:-2]))
             if of is not None:

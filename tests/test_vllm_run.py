@@ -40,10 +40,10 @@ LIMITS = {"max_model_len": 64, "kv_cache_gb": 0.1, "threads": 1}
 class Run:
     """A two-step run, and what its engine served just before it was closed."""
 
-    def __init__(self, folder, scheme, kill_at_step=None):
+    def __init__(self, folder, scheme, kill_at_step=None, rules=()):
         self.world = tiny.World(folder, hidden=128).changed(
             model={"dtype": "bfloat16"},
-            quant={"forward": scheme, "engine": "cpu"},
+            quant={"forward": scheme, "engine": "cpu", "rules": [*rules]},
             rollout={"engine": {"name": "vllm", "readback": "full"} | LIMITS},
             eval={"at_start": False, "at_end": False},
         )
@@ -78,11 +78,16 @@ class Run:
         monkeypatch.undo()
 
 
-@pytest.fixture(scope="module", params=["w8a8", pytest.param("w4a16:g32", marks=pytest.mark.nightly)])
+NIGHTLY = ("w4a16:g32", ""), ("w8a8", "w4a16:g64")
+
+
+@pytest.fixture(scope="module", params=[("w8a8", ""), *(pytest.param(p, marks=pytest.mark.nightly) for p in NIGHTLY)])
 def run(request, tmp_path_factory):
+    scheme, tables = request.param
     with pytest.MonkeyPatch.context() as monkeypatch:
-        kill = None if request.param == "w8a8" else 1  # one start more; toys are killed in tests/bridge/test_process.py
-        made = Run(tmp_path_factory.mktemp("run"), request.param, kill_at_step=kill)
+        kill = 1 if scheme != "w8a8" else None  # one start more; toys are killed in tests/bridge/test_process.py
+        rules = [{"match": "embed|head", "scheme": tables}] if tables else []
+        made = Run(tmp_path_factory.mktemp("run"), scheme, kill, rules)
         made.train(monkeypatch)
         yield made
 

@@ -56,12 +56,14 @@ def published_bytes(weights: PolicyWeights) -> int:
 
 @_of_a_version
 def layer_copies(weights: PolicyWeights) -> int:
-    """Bytes that vLLM on CUDA needs for dense layers in addition to the published tensors.
+    """Bytes that vLLM on CUDA needs for dense layers in addition to the published tensors. Embedding and head are held
+    once, and multiplied as they are.
 
     Under `Scheme.held_twice` the bridge's kernels multiply reordered copies of the tensors, made at each load. Under
     `Scheme.decoded` there is room for the largest layer, gate and up, in bfloat16.
     """
-    layers = [q for path, q in models.by_path(weights.qweights).items() if ".moe." not in path]
+    codes = models.by_path(weights.qweights).items()
+    layers = [q for path, q in codes if path.startswith("stacks.") and ".moe." not in path]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers if q.scheme.decoded), default=0)
     return nbytes([q for q in layers if q.scheme.held_twice]) + 2 * largest
 

@@ -325,10 +325,17 @@ def _decoded(model: models.ModelConfig, trainable: Trainable, *, once: bool = Fa
     if once:
         modules = list(one_base.shareable(models.split(whole)[0]).values())
     else:
-        frozen = [path for path in linears if not trainable.learns(path) and ".moe." not in path]
+        layers = [path for path in linears if path.startswith("stacks.") and ".moe." not in path]
+        frozen = [path for path in layers if not trainable.learns(path)]
         modules = [(path,) * 3 for path in frozen if model.scheme_of(path) is not None]
     sizes = [sum(math.prod(linears[path].kernel.get_value().shape[1:]) for path in paths) for paths in modules]
     return max(sizes, default=0) * model.compute_dtype.itemsize
+
+
+def _decoded_head(model: models.ModelConfig, ways: int) -> int:
+    """Bytes of the head that log-probs are computed with, if it has codes, on one of `ways` devices that share it."""
+    coded = model.scheme_of("embed.kernel" if model.tie_embeddings else "head.kernel") is not None
+    return coded * model.vocab_size * model.hidden_size * model.compute_dtype.itemsize // ways
 
 
 def _frozen_experts(params: Any) -> bool:
@@ -412,14 +419,16 @@ def update_parts(
     scored, differentiated = logprob_moments(model, positions, tokens)
     # Results of a program have memory from its start; XLA gives it to float32 gradients, too.
     absent = 0 if one_program and (offload or in_float32) else beside
+    head = vocabulary // 2 if in_float32 and model.compute_dtype.itemsize == 2 else 0  # rounded
     if vocabulary:
-        head = vocabulary // 2 if in_float32 and model.compute_dtype.itemsize == 2 else 0  # rounded
         scored, sums = scored + head, 1 if positions <= chunk else 2
         if one_program:
             differentiated += head if in_float32 else sums * vocabulary - absent
         else:
             sums += model.tie_embeddings - in_float32
             differentiated = min(chunk, positions) * model.vocab_size * 4 + sums * vocabulary
+    decoded_head = 0 if head else _decoded_head(model, ways)
+    scored, differentiated = scored + decoded_head, differentiated + decoded_head
     chunks = max(0, saved + max(scored - absent, differentiated) - layers)
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:

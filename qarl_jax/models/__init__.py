@@ -43,6 +43,7 @@ from qarl_jax.models.params import (
     random_leaves,
     random_masters,
     random_model,
+    rules_with_tables,
     split,
     with_scheme,
 )

@@ -18,7 +18,7 @@ from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
 from qarl_jax.models.hf.released import rules_of
 from qarl_jax.numerics.engine import NormOrder
-from qarl_jax.quant import Numerics, Rules, Scheme, on_engine, quantizes_activations
+from qarl_jax.quant import SCHEMES, Numerics, Rules, Scheme, on_engine, quantizes_activations
 from qarl_jax.quant.splitting import Splitting
 from qarl_jax.runtime import remat
 from qarl_jax.types import UserError, check_model_folder
@@ -136,6 +136,15 @@ class ModelConfig:
                 " folder that `qarl export --format hf` makes of it."
             )
 
+        for module, means in formats.TABLES.items():
+            scheme = self.quant.scheme_for(module)
+            if scheme is not None and not scheme.of_tables:
+                fit = ", ".join(name for name, scheme in SCHEMES.items() if scheme.of_tables)
+                raise UserError(
+                    f"quant.rules give {module} the scheme {scheme}, and a table of tokens can be held in {fit} or"
+                    f" bf16 alone: take one of them for the rule with {means!r}."
+                )
+
     def _check_targets(self, targets: tuple[str, ...]) -> None:
         attention, others = self.linear_names
         for name in targets:
@@ -156,9 +165,9 @@ class ModelConfig:
 
     def has_adapter(self, path: str) -> bool:
         """Tells whether the stacked kernel at `path` has an adapter: `lora` targets it, and it is no expert's."""
-        own = path.split(".", 2)[2]
+        own, _ = self._place(path)
         attention, others = self.linear_names
-        if self.lora is None or own.startswith("moe."):
+        if self.lora is None or own == path or own.startswith("moe."):
             return False
         targets = self.lora.targets or attention + (others if self.moe is None else ())
         return self._module_name(own, 0).rpartition(".")[2] in targets
@@ -180,15 +189,27 @@ class ModelConfig:
         return rules_of(json.loads(self.hf_config).get("quantization_config"))
 
     def scheme_of(self, path: str) -> Scheme | None:
-        """The scheme of the stacked kernel at `path` ("stacks.0.attn.q.kernel"), None for bf16."""
-        layer = self.stacks[int(path.split(".")[1])].start
-        return self._scheme(path.split(".", 2)[2], layer)
+        """The scheme of the kernel at `path` ("stacks.0.attn.q.kernel", "embed.kernel"), None for bf16."""
+        return self._scheme(*self._place(path))
+
+    def _place(self, path: str) -> tuple[str, int]:
+        """Splits a path into the path within its stack and the stack's first layer; a table is in no stack."""
+        if not path.startswith("stacks."):
+            return path, 0
+        _, number, own = path.split(".", 2)
+        return own, self.stacks[int(number)].start
+
+    def module_of(self, path: str) -> str:
+        """Returns the Hugging Face name of the module of the kernel at `path`, in the first layer of its stack."""
+        return self._module_name(*self._place(path))
 
     def _scheme(self, own: str, layer: int) -> Scheme | None:
         return on_engine(self.quant.scheme_for(self._module_name(own, layer)), self.numerics)
 
     def describe(self, path: str) -> str:
         """Returns the Hugging Face name of the stacked kernel at `path`: "model.layers.{0..27}.mlp.up_proj.weight"."""
+        if not path.startswith("stacks."):
+            return hf_template(path, self.architecture)
         stack = self.stacks[int(path.split(".")[1])]
         layers = f"{{{stack.start}..{stack.start + stack.length - 1}}}"
         return hf_template(path.split(".", 2)[2], self.architecture).format(layer=layers, expert="*")
@@ -265,4 +286,11 @@ def _read_values(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mod
         raise UserError(
             f"config.json: architecture {hf.architecture!r} is not supported; supported: {', '.join(MODELS)}"
         )
-    return ModelConfig(**MODELS[hf.architecture].fields(hf) | overrides)
+    config = ModelConfig(**MODELS[hf.architecture].fields(hf) | overrides)
+    head = config.quant.scheme_for("lm_head")
+    if config.tie_embeddings and head is not None and head != config.quant.scheme_for("embed_tokens"):
+        raise UserError(
+            f"quant.rules give lm_head the scheme {head}, and the model's head is its embedding (tie_word_embeddings):"
+            " write the rule for 'embed', which holds for both."
+        )
+    return config

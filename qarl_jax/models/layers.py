@@ -244,21 +244,26 @@ class RMSNorm(nnx.Module):
         return self(stored if self.numerics.round_sum_before_norm else total), stored
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-    """Looks up the rows of `table` for tokens, in `dtype`. Gradients of a row are summed in float32, because in
-    bfloat16 a frequent token's sum would stop growing."""
-    return round_to(jnp.take(table, tokens, axis=0, mode="clip"), dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def lookup(
+    table: Float[Array, "V D"], qtensor: quant.QTensor | None, tokens: Int[Array, "B T"], dtype: Any
+) -> Float[Array, "B T D"]:
+    """Looks up rows for tokens, in `dtype`: those of `qtensor`, or of `table` if it is None. Gradients go to `table`.
+    They are summed in float32, because in bfloat16 a frequent token's sum would stop growing."""
+    if qtensor is None:
+        return round_to(jnp.take(table, tokens, axis=0, mode="clip"), dtype)
+    rows = quant.decoded(quant.rows_of(qtensor, tokens.reshape(-1)), dtype)
+    return rows.reshape(*tokens.shape, table.shape[1])
 
 
-def _lookup_fwd(table: jax.Array, tokens: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
-    return lookup(table, tokens, dtype), (jnp.zeros((table.shape[0], 0), table.dtype), tokens)
+def _lookup_fwd(table: jax.Array, qtensor: Any, tokens: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+    return lookup(table, qtensor, tokens, dtype), (jnp.zeros((table.shape[0], 0), table.dtype), tokens)
 
 
-def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]:
+def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None, None]:
     like, tokens = saved
     out = jnp.zeros((like.shape[0], dy.shape[-1]), jnp.float32).at[tokens].add(dy.astype(jnp.float32), mode="clip")
-    return out.astype(like.dtype), None
+    return out.astype(like.dtype), None, None
 
 
 lookup.defvjp(_lookup_fwd, _lookup_bwd)

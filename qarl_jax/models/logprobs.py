@@ -5,6 +5,7 @@
 The head, the log-softmax and the gather are one operation here, run over chunks of time with its own VJP:
 
     z = float32(h @ W^T) / temperature          (W [V, D] in the compute dtype, products accumulated in float32)
+                                                W = bf16(q s) where the head has codes; dW goes to its master
     logprob = z[token] - logsumexp(z)
     entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
@@ -35,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from qarl_jax import quant
 from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.types import UserError
 
@@ -78,7 +80,7 @@ def cut(batch: int, length: int, chunk: int) -> tuple[int, int]:
 
 def token_logprobs(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | quant.Coded,
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     *,
@@ -91,7 +93,8 @@ def token_logprobs(
 
     Args:
       hidden: [B, T, D] final hidden states (after the last norm), compute dtype.
-      head: [V, D] output embedding, master dtype; read once in that dtype. May be sharded over V.
+      head: [V, D] output embedding, master dtype; read once in that dtype. May be sharded over V. With codes
+        (`quant.Coded`) these are read, and the master gets the gradient.
       tokens: [B, T] int32.
       segment_ids: [B, T] int32, 1.. per row, 0 = padding (rows may be packed).
       temperature: > 0, the sampler's; logits are divided by it.
@@ -134,8 +137,9 @@ def token_logprobs(
         x = jnp.moveaxis(x, 0, 1).reshape(batch, chunks * columns)
         return jnp.pad(x[:, : length - 1], ((0, 0), (1, 0)))
 
+    master, qtensor = (head.master, head.qtensor) if isinstance(head, quant.Coded) else (head, None)
     logprobs, entropy = _scores(
-        split(source), head, split(target), split(scored), float(temperature), numerics, entropy_gradient
+        split(source), master, qtensor, split(target), split(scored), float(temperature), numerics, entropy_gradient
     )
     return join(logprobs), join(entropy)
 
@@ -162,18 +166,25 @@ def _wide_softmax(numerics: Any) -> bool:
     return getattr(numerics, "float64_log_softmax", False)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def used(head: Float[Array, "V D"] | quant.Coded, dtype: Any) -> Float[Array, "V D"]:
+    """Returns the weight with which logits are computed: the head's master rounded to `dtype`, or its decoded codes."""
+    return quant.decoded(head.qtensor, dtype) if isinstance(head, quant.Coded) else round_to(head, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _scores(
     hidden: jax.Array,
     head: jax.Array,
+    qtensor: Any,
     targets: jax.Array,
     scored: jax.Array,
     temperature: float,
     numerics: Any,
     entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """hidden [C, B, t, D], head [V, D], targets and scored [C, B, t] -> (logprobs, entropy) [C, B, t] float32."""
-    return _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient)[0]
+    """hidden [C, B, t, D], head [V, D] and its QTensor or None, targets and scored [C, B, t] -> (logprobs, entropy)
+    [C, B, t] float32."""
+    return _forward(hidden, head, qtensor, targets, scored, temperature, numerics, entropy_gradient)[0]
 
 
 def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
@@ -239,9 +250,9 @@ def statistics(
     return formula(z, chosen)
 
 
-def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
+def _forward(hidden, head, qtensor, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
     # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
-    weight = round_to(head, hidden.dtype)
+    weight = used(head if qtensor is None else quant.Coded(head, qtensor), hidden.dtype)
 
     def step(carry, x):  # type: ignore[no-untyped-def]
         h, target, keep = x
@@ -250,12 +261,12 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
         return carry, tuple(jnp.where(keep, out, 0.0) for out in outputs)
 
     _, (logprobs, entropy, lse) = jax.lax.scan(step, None, (hidden, targets, scored))
-    return (logprobs, entropy), (hidden, head, targets, scored, lse, entropy)
+    return (logprobs, entropy), (hidden, head, qtensor, targets, scored, lse, entropy)
 
 
 def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
-    hidden, head, targets, scored, lse, entropy = residuals
-    weight = round_to(head, hidden.dtype)
+    hidden, head, qtensor, targets, scored, lse, entropy = residuals
+    weight = used(head if qtensor is None else quant.Coded(head, qtensor), hidden.dtype)
     precision = matmul_precision(hidden.dtype, gradient=True)
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
@@ -276,7 +287,7 @@ def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  
 
     xs = (hidden, targets, scored, lse, entropy, *cotangents)
     d_head, d_hidden = jax.lax.scan(step, jnp.zeros(head.shape, jnp.float32), xs)
-    return d_hidden, d_head.astype(head.dtype), None, None
+    return d_hidden, d_head.astype(head.dtype), None, None, None
 
 
 _scores.defvjp(_forward, _backward)

@@ -241,6 +241,12 @@ def parse_rules(scheme: Any, group_size: int | None = None) -> Rules:
     return Rules() if parsed is None else Rules.uniform(parsed)
 
 
+def rules_with_tables(scheme: str, tables: str) -> Any:
+    """Returns rules, for `parse_rules`, that give embedding and head the scheme `tables` and other weights `scheme`; if
+    `tables` is empty, `scheme` alone."""
+    return [{"match": "embed|head", "scheme": tables}, {"match": "", "scheme": scheme}] if tables else scheme
+
+
 def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int | None = None) -> nnx.GraphDef:
     """Returns the model's graphdef under another scheme (see `parse_rules`); the model's params fit it.
 

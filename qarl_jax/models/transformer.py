@@ -35,12 +35,12 @@ from qarl_jax.models.layers import (
     RMSNorm,
     apply_rope,
     lookup,
-    normal,
     rope_table,
     silu_and_mul,
 )
+from qarl_jax.models.logprobs import used
 from qarl_jax.models.moe import MoE
-from qarl_jax.numerics.float32 import matmul_precision, round_to
+from qarl_jax.numerics.float32 import matmul_precision
 from qarl_jax.quant.backward import layer_seeds
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
@@ -155,12 +155,19 @@ class Layer(nnx.Module):
         return delta, residual, kept
 
 
-class Embedding(nnx.Module):
-    """A [V, D] table: the embedding, whose rows are looked up, or the head, which multiplies hidden states."""
+class Embedding(Linear):
+    """A [V, D] table: the embedding, whose rows are looked up, or the head, which multiplies hidden states. It has a
+    QTensor if a rule names it (`quant.Rules`)."""
 
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.hidden_size)
-        self.kernel = nnx.Param(normal(rngs, shape, config), axes=("vocab", "embed"))
+        whole = dataclasses.replace(config, splitting=None)
+        super().__init__(config.vocab_size, config.hidden_size, axis="vocab", config=whole, rngs=rngs, stack={})
+
+    @property
+    def table(self) -> Float[Array, "V D"] | quant.Coded:
+        """The master, with its codes if it has any."""
+        master = self.kernel.get_value()
+        return master if self.quantized is None else quant.Coded(master, self.quantized.get_value())
 
 
 class Transformer(nnx.Module):
@@ -184,9 +191,9 @@ class Transformer(nnx.Module):
                     linear.attach_adapter(config.lora, rngs)
         attach_quantized(self, quantize)
 
-    def head_weight(self) -> Float[Array, "V D"]:
-        """Returns the master of the output head: the embedding's table if the two are tied."""
-        return (self.embed if self.head is None else self.head).kernel.get_value()
+    def head_weight(self) -> Float[Array, "V D"] | quant.Coded:
+        """Returns the output head's master, with its codes if it has any: the embedding's if the two are tied."""
+        return (self.embed if self.head is None else self.head).table
 
     def __call__(
         self,
@@ -200,7 +207,7 @@ class Transformer(nnx.Module):
             return jnp.einsum(
                 "btd,vd->btv",
                 hidden,
-                round_to(self.head_weight(), self.config.compute_dtype),
+                used(self.head_weight(), self.config.compute_dtype),
                 precision=matmul_precision(self.config.compute_dtype),
                 preferred_element_type=jnp.float32,
             )
@@ -362,7 +369,8 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
-            rows = lookup(self.embed.kernel.get_value(), tokens, self.config.compute_dtype)
+            qtensor = None if self.embed.quantized is None else self.embed.quantized.get_value()
+            rows = lookup(self.embed.kernel.get_value(), qtensor, tokens, self.config.compute_dtype)
             return constrain(rows, "batch", None, None)
 
 
@@ -373,13 +381,22 @@ FINAL_NORM = "norm.weight"
 """Path of the last norm's gains."""
 
 
-def quantizable(model: Transformer) -> dict[str, Linear]:
+def quantizable(model: Transformer, rules: quant.Rules | None = None) -> dict[str, Linear]:
     """Lists the linear maps that a scheme may cover, by their kernel's path ("stacks.0.attn.q.kernel"), in model order.
 
-    Embedding, head, norms and router are not among them.
+    Norms and router are not among them; embedding and head are if `rules` (None: the model's) give them a scheme.
     """
-    nodes = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)]
-    return {".".join(map(str, (*path, "kernel"))): node for path, node in sorted(nodes, key=lambda item: str(item[0]))}
+    nodes = sorted(
+        ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)),
+        key=lambda item: str(item[0]),
+    )
+    named = {".".join(map(str, (*path, "kernel"))): node for path, node in nodes}
+    config, rules = model.config, model.config.quant if rules is None else rules
+    return {
+        path: node
+        for path, node in named.items()
+        if not isinstance(node, Embedding) or rules.scheme_for(config.module_of(path)) is not None
+    }
 
 
 def partners(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -438,6 +455,7 @@ def attach_backward(model: Transformer, form: Any, root: Any) -> None:
       form: the format of `quant.Backward`, "int8" or "fp8".
       root: uint32 scalar (`backward.root_seed`).
     """
-    for number, (path, linear) in enumerate(quantizable(model).items()):
+    of_layers = ((path, linear) for path, linear in quantizable(model).items() if not isinstance(linear, Embedding))
+    for number, (path, linear) in enumerate(of_layers):
         layers = model.config.stacks[int(path.split(".")[1])].length
         linear.backward = LowBitBackward(quant.Backward(form, layer_seeds(root, number, layers)))

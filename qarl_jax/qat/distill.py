@@ -21,9 +21,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from qarl_jax import models
-from qarl_jax.models.logprobs import logits_of, token_logprobs
+from qarl_jax.models.logprobs import logits_of, token_logprobs, used
 from qarl_jax.models.params import is_fixed, part_of, united
-from qarl_jax.numerics.float32 import round_to
 from qarl_jax.optim import build
 from qarl_jax.qat.updates import Plan, Trainer
 
@@ -84,7 +83,7 @@ def distill(
     def loss(params: Any, qweights: Any, rest: Any, theirs: Any, batch: jax.Array) -> jax.Array:
         low = models.merge(graphdef, united(params, rest), qweights)
         full = models.merge(teacher[0], theirs, nnx.State({})).hidden_states(batch)
-        head = round_to(low.head_weight(), full.dtype)
+        head = used(low.head_weight(), full.dtype)
         ours = low.hidden_states(batch)
         return kl(ours.reshape(-1, ours.shape[-1]), full.reshape(-1, full.shape[-1]), head)
 

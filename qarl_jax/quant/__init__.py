@@ -12,7 +12,7 @@ from qarl_jax.numerics.engine import PLAIN, PROFILES, Numerics, resolve
 from qarl_jax.numerics.float32 import divide, pack_int4, round_to, unpack_int4
 from qarl_jax.quant.backward import Backward
 from qarl_jax.quant.dot import dot, expert_dot, sum_of_shards
-from qarl_jax.quant.qtensor import QTensor, inputs_of
+from qarl_jax.quant.qtensor import Coded, QTensor, inputs_of, rows_of
 from qarl_jax.quant.rules import Rules
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import (
@@ -21,6 +21,7 @@ from qarl_jax.quant.schemes import (
     at_width,
     blank,
     check_quantizable,
+    decoded,
     dequantize,
     on_engine,
     over_widths,

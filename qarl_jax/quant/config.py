@@ -39,7 +39,8 @@ class Config:
         head, norms and attention keep the compute dtype. Not for MoE models.
       code_flips: report the share of codes that a publish changes (`quant/code_flips`). This keeps the QTensors of the
         last publish in memory, beside those of a step with several updates.
-      rules: schemes by weight path, first match wins; then `forward` is only the fallback.
+      rules: schemes by weight path, first match wins; then `forward` is only the fallback. The embedding and the head
+        stay bf16 unless a rule names them: {match: "embed|head", scheme: w4a16}.
       uaq_scale: QuRL's invariant scaling, once, when the model is loaded (`models/invariant_scaling.py`); 1: off, 1.5
         in the paper.
     """

@@ -59,6 +59,27 @@ class QTensor:
         return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """A weight whose value is read from its QTensor, and whose gradient goes to its master (straight through).
+
+    Attributes:
+      master: the high-precision weight [N, K].
+      qtensor: the same weight quantized.
+    """
+
+    master: Any
+    qtensor: QTensor
+
+
+def rows_of(qtensor: QTensor, index: jax.Array) -> QTensor:
+    """Gathers rows of a weight [N, K] into a weight [R, K]. index: int [R]; out of range, the nearest row."""
+    own = {array.name for array in qtensor.scheme.wire.arrays if array.outputs}
+    take = functools.partial(jnp.take, indices=index, axis=0, mode="clip")
+    return QTensor({name: take(x) if name in own else x for name, x in qtensor.arrays.items()}, qtensor.scheme)
+
+
 def moved_codes(old: QTensor, new: QTensor) -> jax.Array:
     """Returns bool [..., N, K], true where the codes of two QTensors of one scheme differ."""
 

@@ -6,10 +6,12 @@
       rules:
         - {match: "layers\\.(0|27)\\.", scheme: bf16}     # first and last layer stay high precision
         - {match: "self_attn", scheme: w8a8}
+        - {match: "embed|head", scheme: "w4a16:g64"}      # the embedding and the head
         - {match: ".*", scheme: "w4a16:g128"}
 
-A pattern is searched for anywhere in the path. A path no rule matches stays in bf16. The same rules write the engine's
-`quantization_config` (qarl_bridge.protocol.formats).
+A pattern is searched for anywhere in the path. A path no rule matches stays in bf16. The tables (`model.embed_tokens`
+and `lm_head`) are given a scheme by name only: by a pattern in which "embed", or "head", is written. The same rules
+write the engine's `quantization_config` (qarl_bridge.protocol.formats).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from qarl_bridge.protocol import formats
 
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import at_width, parse_scheme
@@ -70,8 +74,10 @@ class Rules:
         return cls((("", scheme),))
 
     def scheme_for(self, path: str) -> Scheme | None:
-        """Returns the scheme of the first rule whose regex is found in `path`; None (bf16) if no rule matches."""
+        """Returns the scheme of the first rule whose regex is found in `path`; None (bf16) if no rule matches. A rule
+        for the embedding or the head must name it."""
+        named = formats.TABLES.get(path.rpartition(".")[2], "")
         for pattern, scheme in self.rules:
-            if re.search(pattern, path):
+            if named in pattern and re.search(pattern, path):
                 return scheme
         return None

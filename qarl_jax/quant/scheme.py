@@ -37,6 +37,7 @@ class Scheme:
       decoded: whether vLLM under the bridge, on CUDA, dequantizes a layer to bfloat16 when it multiplies many rows.
       held_twice: whether vLLM keeps a second copy of the arrays in its kernel's layout
         (`memory.engine.layer_copies`).
+      of_tables: whether the embedding and the head can be held so.
       baseline_k3: the largest k3 measured between a bf16 learner and a sampler under this scheme, on random weights;
         None: not measured.
     """
@@ -48,6 +49,7 @@ class Scheme:
     one_range: ClassVar[bool] = False
     decoded: ClassVar[bool] = False
     held_twice: ClassVar[bool] = False
+    of_tables: ClassVar[bool] = False
     baseline_k3: ClassVar[float | None] = None
 
     def __str__(self) -> str:

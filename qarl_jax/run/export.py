@@ -11,6 +11,8 @@
 is quantized under the last of its schemes. `--format hf` writes the decoded weights in float32. Split channels are then
 merged, so that transformers computes equal outputs; codes keep the duplicated inputs, for our engines.
 
+`--tables w4a16:g64` gives the embedding and the head a scheme, too.
+
 `--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
 
 For a run with `lora`, hf merges the adapters into the base's weights; compressed-tensors has the base alone.
@@ -74,11 +76,12 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
 
 
 def export_model(
-    model: str | os.PathLike[str], scheme: str, out: str | os.PathLike[str], kind: str = "compressed-tensors"
+    model: str | os.PathLike[str], scheme: Any, out: str | os.PathLike[str], kind: str = "compressed-tensors"
 ) -> None:
     """Writes a model folder's weights under a scheme, rounded to nearest.
 
     Args:
+      scheme: a name or rules (`models.parse_rules`).
       kind: "compressed-tensors" (codes) or "hf" (the decoded weights in float32, without duplicated inputs).
 
     Raises:
@@ -191,15 +194,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--format", choices=FORMATS, help="needed with --checkpoint; with --model compressed-tensors if not given"
     )
     parser.add_argument("--scheme", help="with --model: w4a16, w2a16:g64, ...")
+    parser.add_argument("--tables", default="", help="with --model: w4a16 or w4a16_asym for embedding and head")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
     args = parser.parse_args(argv)
     if args.model is not None:
         if args.bits is not None or args.format == "peft" or (args.scheme is None and args.format != "hf"):
             parser.error("--model is quantized: give --scheme, no --bits, and no --format but compressed-tensors or hf")
-        export_model(args.model, args.scheme or "bf16", args.out, args.format or "compressed-tensors")
-    elif args.format is None or args.scheme is not None:
-        parser.error("--checkpoint needs --format, and takes no --scheme: its run has one")
+        scheme = models.rules_with_tables(args.scheme or "bf16", args.tables)
+        export_model(args.model, scheme, args.out, args.format or "compressed-tensors")
+    elif args.format is None or args.scheme is not None or args.tables:
+        parser.error("--checkpoint needs --format, and takes no --scheme and no --tables: its run has them")
     else:
         export(args.checkpoint, args.out, args.format, args.bits)
     print(f"wrote {args.out}")

@@ -100,9 +100,9 @@ class Sampled:
 
 
 def load(
-    path: str, scheme: str, engine: str, attention: str = "engine", shards: int = 1, lora_rank: int = 0
+    path: str, scheme: Any, engine: str, attention: str = "engine", shards: int = 1, lora_rank: int = 0
 ) -> PolicyWeights:
-    """Loads a model folder as a bf16 learner's weights under `scheme`, in the arithmetic of `engine`.
+    """Loads a model folder as a bf16 learner's weights under `scheme` (a name or rules), in the arithmetic of `engine`.
 
     shards: number of the engine's shards (`Numerics.shards`). lora_rank: rank of random adapters; 0: none.
     """

@@ -156,6 +156,64 @@ def test_layers_with_zero_points_are_held_as_they_are_multiplied_with_t_of_each_
     """)
 
 
+def test_tables_of_codes_are_held_once_and_looked_up_and_multiplied_as_they_are_held(run):
+    run("""
+        import types
+        from qarl_bridge.engine.cuda import asym, tables
+        from qarl_bridge.protocol.errors import BridgeError
+
+        torch.manual_seed(0)
+        global FLOAT
+        FLOAT = tl.float32  # the interpreter has no bfloat16 arithmetic
+        asym.current_platform = tables.current_platform = types.SimpleNamespace(is_device_capability=lambda n: n == 90)
+        n, k = 64, 256
+
+        def layer_of(**held):
+            layer = torch.nn.Module()
+            layer.logical_widths = [n]
+            for name, value in held.items():
+                layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+            return layer, sum(p.numel() * p.element_size() for p in layer.parameters())
+
+        def check(method, layer, before, weight, more=0):
+            method.process_weights_after_loading(layer)
+            assert before + more == sum(p.numel() * p.element_size() for p in layer.parameters())
+            tokens = torch.tensor([[3, 63, 3], [0, 17, 40]])
+            assert torch.equal(method.embedding(layer, tokens).float(), weight[tokens])
+            x = torch.randint(-8, 9, (2, 300, k)).float()  # more rows than of layers with words
+            logits = method.apply(layer, x)
+            assert logits.dtype == torch.float32 and torch.equal(logits, x @ weight.t())
+
+        for group in (32, 64, 256):
+            words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
+            scale = 2.0 ** torch.randint(-4, 3, (n, k // group)).bfloat16()
+            codes = ((words[..., None] >> (4 * torch.arange(8))) & 15).view(n, k) - 8
+            weight = codes * scale.float().repeat_interleave(group, 1)
+            layer, before = layer_of(weight_packed=words, weight_scale=scale)
+            check(tables.BatchInvariantTable(group, None, True), layer, before, weight)
+
+        group = 32
+        levels = torch.randint(0, 256, (n, k // group)).to(torch.uint8)
+        scale = (2.0 ** torch.randint(-4, 3, (n, k // group))).to(torch.float8_e4m3fn)
+        packed = torch.randint(0, 256, (n, k // 2)).to(torch.uint8)
+        codes = ((packed[..., None] >> 4 * torch.arange(2)) & 15).view(n, k)
+        weight = (codes * 16 - levels.int().repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1) / 4
+        layer, before = layer_of(
+            weight_u4=packed, weight_scale=scale, weight_zero_point=levels, weight_tensor_scale=torch.tensor([0.25])
+        )
+        inner = tables.AsymmetricWords(4, group, False)
+        check(tables.BatchInvariantTable(group, inner, True), layer, before, weight, more=2 * n - 4)
+        assert torch.device("cpu") not in int4._rooms  # nothing is decoded whole
+        layer, _ = layer_of(weight_packed=words[:, :24], weight_scale=scale[:, :6].bfloat16())
+        try:
+            tables.BatchInvariantTable(32, None, True).process_weights_after_loading(layer)
+        except BridgeError as error:
+            assert "a table of 192 inputs in groups of 32" in str(error)
+        else:
+            raise AssertionError("192 inputs")
+    """)
+
+
 def test_nvfp4_layers_are_held_as_they_are_multiplied_with_a_number_for_each_part(run):
     run("""
         torch.manual_seed(0)

@@ -249,6 +249,33 @@ E, HIDDEN, INNER = 10, 32, 16  # more experts than are multiplied at once
 LAYER = "model.layers.0.mlp.experts"
 
 
+def table(rows=10, group=32):
+    """(live embedding whose weight is int4 codes, its published tensors)."""
+    rng = np.random.default_rng(0)
+    words = torch.from_numpy(rng.integers(-(2**31), 2**31, (rows, 8), np.int32))
+    live = int4(words, bf16(rows, 64 // group, seed=1).abs() + 0.01)
+    tensors = {"weight_packed": live.packed.clone(), "weight_scale": live.scale.clone()}
+    tensors |= {"weight_shape": torch.tensor([rows, 64])}
+    eye = torch.eye(64, dtype=torch.bfloat16)
+    live.quant_method.embedding = lambda module, index: module.quant_method.apply(module, eye, None).t()[index]
+    live.quant_method.is_table = True
+    return live, {f"model.embed_tokens.{leaf}": tensor for leaf, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_every_row_of_a_table_of_codes_is_looked_up_and_a_tied_one_multiplies_too(multiplies, monkeypatch):
+    monkeypatch.setattr(linear, "_TOKENS", 4)
+    live, tensors = table()
+    live.quant_method.multiplies = multiplies
+    module = type("VocabParallelEmbedding", (torch.nn.Module,), {})()
+    module.__dict__ = live.__dict__
+    modules = {"model.embed_tokens": module}
+    assert read_back(modules, tensors) == (1, 64 if multiplies else 0)
+    module.packed.data[9, 3] ^= 1 << 8  # in the last part
+    with pytest.raises(BridgeError, match=r"model\.embed_tokens does not look up the published rows"):
+        read_back(modules, tensors)
+
+
 def bank(seed=0):
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     return {

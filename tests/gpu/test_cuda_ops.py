@@ -11,6 +11,7 @@ import pytest
 from qarl_bridge.protocol import split_k
 
 from qarl_jax import quant
+from qarl_jax.models.layers import lookup
 from tests.reference import quant_reference
 
 pytestmark = pytest.mark.gpu
@@ -131,6 +132,32 @@ def test_activations_on_a_grid_depend_on_no_other_row_and_are_the_learners(name,
         for row in (0, 5, 17):
             one = asym_ops.rounded_rows(x_t[row : row + 1], scheme.activation_bits, scheme.group_size)
             assert torch.equal(one, found[row : row + 1])
+
+
+@pytest.mark.parametrize("shape", [(32064, 4096), (4160, 896)], ids=str)  # of a vocabulary in vLLM's units of 64
+@pytest.mark.parametrize("name", ["w4a16:g32", "w4a16:g128", "w4a16:g-1", "w4a16_asym:g32", "w4a16_asym:g128"])
+def test_a_table_of_codes_has_the_learners_rows_and_the_logits_of_what_it_stands_for(shape, name):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine.cuda import asym_ops, ops
+
+    n, k = shape
+    x, w, _ = layer(shape, least=1e-3)
+    scheme = quant.parse_scheme(name)
+    qt = quant.quantize(w, scheme)
+    codes, tokens = torch.from_dlpack(qt.codes), torch.randint(0, n, (777,), device="cuda")
+    if name.startswith("w4a16:"):
+        held = ops.interleaved(codes), torch.from_dlpack(qt.scales).t().contiguous()
+    else:
+        scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
+        levels = asym_ops.levels_of(scales, torch.from_dlpack(qt.arrays["zero_points"]), k)
+        steps = torch.from_dlpack(qt.arrays["tensor_scale"]).reshape(1).expand(n).bfloat16()
+        held = asym_ops.Words(asym_ops.interleaved(codes, 4), None, levels, steps, 4, scheme.group_size, 0), None
+    learners = lookup(w, qt, jnp.from_dlpack(tokens.int()), jnp.dtype(jnp.bfloat16))
+    assert torch.equal(ops.rows_of(*held, tokens), torch.from_dlpack(learners))
+    x_t, served = torch.from_dlpack(x), torch.from_dlpack(quant.decoded(qt, jnp.bfloat16))
+    whole = ops.product(x_t, served, out_dtype=torch.float32, splits=1)
+    for rows in (1, 8, 17, 64, 128, 200, 513, 2048):
+        assert torch.equal(ops.product(x_t[:rows], *held, out_dtype=torch.float32, splits=1), whole[:rows])
 
 
 @pytest.mark.parametrize(("rank", "inputs"), [(8, 4096), (32, 4096), (64, 4096), (32, 12288), (16, 1408)])

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+TABLES = json.dumps([{"match": "embed|head", "scheme": "w4a16:g64"}, {"match": "", "scheme": "w4a16_asym"}])
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_engine.py"
 
 
@@ -17,7 +18,7 @@ SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_engine.py"
     scope="module",
     params=[
         "w8a8",
-        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a16", "nvfp4", "w3a16_asym:g32", "w4a4:g32")),
+        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a16", "nvfp4", "w3a16_asym:g32", "w4a4:g32", TABLES)),
     ],
 )
 def found(request, tmp_path_factory):

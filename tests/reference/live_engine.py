@@ -1,6 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """A bridge around a real vLLM whose insides a test can break: run as a process, `python live_engine.py SCHEME FOLDER`.
+SCHEME may be rules, in JSON.
 
 The engine runs in the main thread, as in a bridge; the trainer in another. Prints one JSON object, the findings.
 """
@@ -175,7 +176,7 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
 
 
 def main(scheme: str, folder: str) -> None:
-    weights = ladder.load(MODEL, scheme, "cpu")
+    weights = ladder.load(MODEL, json.loads(scheme) if scheme.startswith("[") else scheme, "cpu")
     policies = [dict(engine_tensors(weights)), dict(engine_tensors(moved(weights, 1.1)))]
     expected = {
         n: messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape))

@@ -460,7 +460,7 @@ class VllmEngine:
             for embedding in kinds
             if kinds[head] == "ParallelLMHead"
             and kinds[embedding] == "VocabParallelEmbedding"
-            and self._modules[head].weight is self._modules[embedding].weight
+            and getattr(self._modules[head], "weight", 0) is getattr(self._modules[embedding], "weight", None)
         }
 
     # Looking inside --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Importing this module imports neither torch nor vLLM, which read their settings 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -113,6 +114,8 @@ class Cuda:
             self.note = ""
             if any(group["format"] in formats.ASYMMETRIC for group in groups):
                 raise BridgeError("vLLM has no layer for weights with zero points: drop arithmetic=vllm", "setup")
+            if any(map(formats.is_table, itertools.chain.from_iterable(group["targets"] for group in groups))):
+                raise BridgeError("vLLM rounds the logits of a head with codes: drop arithmetic=vllm", "setup")
             return ["vLLM's own kernels (rollout.engine.arithmetic=vllm)"]
         from qarl_bridge.engine.cuda import install
 

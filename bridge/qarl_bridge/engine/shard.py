@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from qarl_bridge.protocol import expert_stacks, messages
-from qarl_bridge.protocol.formats import FUSED
+from qarl_bridge.protocol.formats import FUSED, TABLES
 from qarl_bridge.protocol.messages import BridgeError
 
 _SPREAD_INPUTS = ("o_proj", "down_proj")
 _SPREAD_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_VOCABULARY = ("embed_tokens", "lm_head")
 _VOCABULARY_UNIT = 64  # vLLM fills a vocabulary up to a multiple of it before it cuts
 
 
@@ -109,7 +108,7 @@ class Shard:
                 pass
             elif kind in _SPREAD_OUTPUTS:
                 array = own(array, first)
-            elif kind in _VOCABULARY:
+            elif kind in TABLES:
                 array = own(array, first, _VOCABULARY_UNIT)
             elif kind in _SPREAD_INPUTS and array.ndim == first + 2 and array.shape[-1] > 1:
                 array = own(array, first + 1)

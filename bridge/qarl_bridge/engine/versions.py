@@ -237,10 +237,23 @@ class Worker:
     def reload(self, tensors: Iterable[tuple[str, Any]] | None = None) -> None:
         """Reloads weights in place by vLLM's loader, from (name, tensor) pairs of a checkpoint, or the model folder."""
         with self.config():
-            if tensors is None:
-                self._worker.reload_weights()
-            else:
-                self._worker.reload_weights(weights_iterator=_in_loading_order(tensors))
+            try:
+                if tensors is None:
+                    self._worker.reload_weights()
+                else:
+                    self._worker.reload_weights(weights_iterator=_in_loading_order(tensors))
+            except BaseException:
+                self._drop_half_loaded()
+                raise
+
+    def _drop_half_loaded(self) -> None:
+        """Drops the tensors of layers that a broken reload left incomplete. The next reload would count them as its
+        own, and complete such a layer with tensors of two versions."""
+        layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+        for module in self.model.modules():
+            info = layerwise.get_layerwise_info(module)
+            info.loaded_weights.clear()
+            info.load_numel = 0
 
     def forget(self) -> None:
         """Clears the prefix cache and zeroes the KV cache: a NaN of old weights would stay in reused pages."""

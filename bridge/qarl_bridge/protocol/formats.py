@@ -38,6 +38,7 @@ LANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of their codes -> of a co
 # What vLLM (and compressed-tensors) fuse into one module, in row order, as Qwen2, Qwen3, Llama and their kin name it.
 # All parts must have one scheme.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+TABLES = {"embed_tokens": "embed", "lm_head": "head"}  # modules of a row per token -> what a rule that means one says
 SPLITTING = "qarl_splitting"  # of config.json, where outlier channels are split: the arguments of `places`
 INDEX = "input_index"  # leaf of a split layer: int32 [1, M], the inputs that it has twice, K for a zero
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.\d+\.(?P<proj>[a-z_]+)$")
@@ -157,6 +158,11 @@ def arguments(
     return made | ({"group_size": group_size} if group_size else {})
 
 
+def is_table(name: str) -> bool:
+    """Tells whether a module or a tensor belongs to the embedding or the head."""
+    return not TABLES.keys().isdisjoint(module_name(name).split(".")[-2:])
+
+
 def module_name(name: str) -> str:
     """Returns the module path of a weight: "a.q_proj.weight" and "a.q_proj" give "a.q_proj"."""
     return name.removesuffix(".weight")
@@ -244,8 +250,9 @@ def quantization_config(
 ) -> dict[str, Any] | None:
     """Builds the `quantization_config` of config.json for a model whose linear layers have these layouts.
 
-    The most frequent layout targets the class "Linear"; layers with another layout are listed by name. One pattern
-    names all experts of a layer, so the section stays small.
+    The most frequent layout targets the class "Linear"; layers with another layout are listed by name, and so are the
+    embedding and the head, which are of other classes. One pattern names all experts of a layer, so the section stays
+    small.
 
     Args:
       layouts: layout of every linear layer by Hugging Face module (or weight) name; None: bf16. Routers and the
@@ -282,7 +289,9 @@ def quantization_config(
     for i, scheme in enumerate([*sorted(s for s in targets if s != main), main]):
         layout = known[scheme]
         groups[f"group_{i}"] = {
-            "targets": ["Linear"] if scheme == main else list(dict.fromkeys(targets[scheme])),
+            "targets": ["Linear", *filter(is_table, targets[scheme])]
+            if scheme == main
+            else list(dict.fromkeys(targets[scheme])),
             "format": layout.format,
             "weights": dict(layout.weights),
             "input_activations": None if layout.activations is None else dict(layout.activations),

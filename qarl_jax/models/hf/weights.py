@@ -313,7 +313,7 @@ def released_schemes(config: ModelConfig) -> dict[str, Scheme]:
     """Maps the Hugging Face names of weights that the config's folder holds quantized to their schemes."""
     if not config.released.rules:
         return {}
-    paths = quantizable(abstract_model(config))
+    paths = quantizable(abstract_model(config), config.released)
     names = [str(name) for path in paths for name in hf_names(config)[path].reshape(-1)]
     found = {name: config.released.scheme_for(formats.module_name(name)) for name in names}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
@@ -469,7 +469,9 @@ def export_tensors(
         arriving, under_way = under_way, sent(following)
         host = processes.fetch(arriving)
         for place in places:
-            if host is None:
+            if host is None and isinstance(tensors[place.path], QTensor):
+                yield place.names[0], jax.tree.map(np.asarray, processes.fetch(tensors[place.path]))
+            elif host is None:
                 yield place.names[0], _on_host(tensors[place.path], dtype)
             elif stacked or not place.experts:
                 yield place.names[0], host[place.path]

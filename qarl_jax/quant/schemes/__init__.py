@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import (
@@ -210,6 +211,12 @@ def over_widths(loss: Callable[..., jax.Array], widths: Sequence[int], slices: s
         return total / len(widths)
 
     return mean
+
+
+def decoded(qt: QTensor, dtype: Any) -> Float[Array, "*L N K"]:
+    """Computes the operand of a scheme without a layer of its own: the dequantized weight rounded to bfloat16, as
+    `dtype`."""
+    return round_to(qt.scheme.dequantize(qt), jnp.bfloat16).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

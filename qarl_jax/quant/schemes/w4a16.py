@@ -38,4 +38,5 @@ class Config(int4_grid.Config):
     name: ClassVar[str] = "w4a16"
     decoded: ClassVar[bool] = True
     held_twice: ClassVar[bool] = True
+    of_tables: ClassVar[bool] = True
     baseline_k3: ClassVar[float | None] = 1.2

@@ -19,3 +19,4 @@ class Config(asym_grid.Config):
 
     name: ClassVar[str] = "w4a16_asym"
     bits: ClassVar[int] = 4
+    of_tables: ClassVar[bool] = True

@@ -8,7 +8,7 @@ import dataclasses
 import os
 from typing import ClassVar, Literal
 
-from qarl_bridge.protocol import formats, messages
+from qarl_bridge.protocol import formats, messages, split_k
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.models import abstract_model
@@ -191,6 +191,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
         )
     _check_shards(config, model)
     check_splitting(model)
+    _check_tables(config, model)
 
 
 def check_splitting(model: ModelConfig) -> None:
@@ -205,6 +206,25 @@ def check_splitting(model: ModelConfig) -> None:
                 " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
                 " that `qarl export --format hf` makes of the model."
             )
+
+
+def _check_tables(config: Config, model: ModelConfig) -> None:
+    """Raises UserError if the embedding or the head has codes, and vLLM's own kernels are asked for, or a GPU's are
+    not made for its width."""
+    coded = [path for path in quantizable(abstract_model(model)) if not path.startswith("stacks.")]
+    if not coded or config.engine != "vllm":
+        return
+    weight = f"{model.describe(coded[0])} in {model.scheme_of(coded[0])}"
+    if config.arithmetic == "vllm":
+        raise UserError(
+            f"vLLM's own kernels compute {weight} otherwise than the learner: drop rollout.engine.arithmetic=vllm, or"
+            " leave the weight in bf16 (quant.rules)."
+        )
+    if model.numerics.profile == "cuda" and model.hidden_size % split_k.STEP:
+        raise UserError(
+            f"on CUDA the bridge reads {weight} by {split_k.STEP} inputs at a time, and it has {model.hidden_size}:"
+            " leave it in bf16 (quant.rules), or sample with the embedded sampler (rollout.engine.name=jax)."
+        )
 
 
 def _check_shards(config: Config, model: ModelConfig) -> None:

@@ -153,6 +153,7 @@ def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
         layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
+    ignore = [name for name in ignore if f"{name}.weight" not in layouts]
     section = formats.quantization_config(layouts, ignore)
     return values if section is None else values | {"quantization_config": section}
 

@@ -15,7 +15,7 @@ computes equal numbers (profile `cpu` of `docs/concepts/engines.md`). bf rounds 
     w*a16_asym    y = bf(S(x, w) + b)              w = bf((q - z) s t), decoded at each product from the published
                                                    arrays, a few outputs at a time
     w4a4, w2a2    y = bf(S(x_q, w) + b)            the same; x_q of `asym_layers.rounded_rows`, exact
-    head, router  S(x, w), left in float32
+    head, router  S(x, w), left in float32; of a head with codes w = bf(q s), or bf((q - z) s t)
 
 Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64. A sum of thousands of
 products has a relative error of 1e-13 in any order. Rounded to float32 it is equal in any library, unless it lies that
@@ -47,7 +47,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl_bridge.engine import asym_layers, nvfp4_layers, versions
+from qarl_bridge.engine import asym_layers, nvfp4_layers, table_layers, versions
 from qarl_bridge.protocol import formats
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -247,14 +247,15 @@ class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
             y += bias.float()
         return y.to(x.dtype)
 
-    def weight(self, layer: torch.nn.Module, outputs: slice) -> torch.Tensor:
-        """Decodes the weight of some outputs, bf((q - z) s t), to bfloat16 [n, K]."""
+    def weight(self, layer: torch.nn.Module, outputs: slice | torch.Tensor) -> torch.Tensor:
+        """Decodes the weight of some outputs (a slice, or int64 [n]), bf((q - z) s t), to bfloat16 [n, K]."""
         codes: Any = 0
         for name, width in zip(self.codes, formats.LANES[self.bits], strict=True):
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             lanes = (getattr(layer, name)[outputs].unsqueeze(-1) >> shifts) & (2**width - 1)
             codes = codes << width | lanes.flatten(1)
-        zeros, scales = getattr(layer, self.zeros)[outputs].float(), layer.weight_scale[outputs].float()
+        scales = layer.weight_scale.view(torch.uint8)[outputs].view(torch.float8_e4m3fn).float()  # cannot be indexed
+        zeros = getattr(layer, self.zeros)[outputs].float()
         steps = (codes << 8 - self.bits | self.middle).unflatten(1, (zeros.shape[1], -1)).float()
         steps -= zeros.unsqueeze(-1)
         steps *= (scales * layer.weight_tensor_scale[outputs].unsqueeze(1)).unsqueeze(-1)
@@ -262,18 +263,47 @@ class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
 
 
 class Float64Linear:
-    """Computes one unquantized layer, as vLLM's `cpu_linear`. It caches the float64 weight at its first call."""
+    """Computes one unquantized layer or a head, as vLLM's `cpu_linear`. It caches the float64 weight at its first
+    call."""
 
     def __init__(self, layer: torch.nn.Module):
         # Heads and routers: what they return is a distribution's logits, which are not rounded.
         self.wide = isinstance(layer, (VocabParallelEmbedding, GateLinear))
         self._held: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Computes outputs [..., N] of inputs x [..., K]; `weight` [N, K] is read at the first call only."""
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor | Callable[[], torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Computes outputs [..., N] of inputs x [..., K]; `weight` [N, K] is read, or made, at the first call only."""
         if self._held is None:
-            self._held = weight.detach().double()
+            self._held = (weight if isinstance(weight, torch.Tensor) else weight()).detach().double()
         return product(x, self._held, bias, wide=self.wide)
+
+
+class Float64Table(table_layers.Table):
+    """vLLM method of embeddings and heads with codes on a CPU. A head keeps its decoded weight, as an unquantized one
+    does (`Float64Linear`)."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Makes the head decode its new codes, at every load."""
+        if self.layer is not None:
+            self.layer.process_weights_after_loading(layer)
+        layer.cpu_linear = Float64Linear(layer)
+
+    def rows(self, layer: torch.nn.Module, index: torch.Tensor) -> torch.Tensor:
+        """Decodes the rows `index`, int64 [R], to bfloat16 [R, K]."""
+        if self.layer is not None:
+            return self.layer.weight(layer, index)
+        return int4_weight(layer.weight_packed[index], layer.weight_scale[index], False).bfloat16()
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes float32 logits [..., V] of hidden states x [..., K]."""
+
+        def decoded() -> torch.Tensor:
+            every = torch.arange(layer.weight_scale.shape[0])
+            return torch.cat([self.rows(layer, index) for index in every.split(max(1, _DECODED // x.shape[-1]))])
+
+        return layer.cpu_linear(x, decoded, bias)
 
 
 def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -293,3 +323,4 @@ def register() -> None:
     dispatch.dispatch_cpu_unquantized_gemm = _dispatch
     nvfp4_layers.serve(Float64NvFp4LinearKernel)
     asym_layers.serve(Float64AsymmetricLinear)
+    table_layers.serve(Float64Table, Float64AsymmetricLinear)

@@ -9,6 +9,8 @@ Under w4a4 and w2a2 a kernel of its own rounds x first.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from vllm.platforms import current_platform
 
@@ -18,12 +20,13 @@ from qarl_bridge.protocol import formats, split_k
 from qarl_bridge.protocol.errors import BridgeError
 
 _OUTPUTS = 8  # outputs come by so many, for the tensor memory accelerator's rows of 16 bytes
-_GROUPS = (16, 32, 64)  # or whole blocks of 128 inputs
+GROUPS = (16, 32, 64)  # or whole blocks of 128 inputs
 
 
 class BatchInvariantAsymmetricLinear(AsymmetricLayer):
     """vLLM layer for weights with zero points on Hopper GPUs; see the module docstring."""
 
+    decodes_whole: ClassVar[bool] = True  # for many rows
     rounded = staticmethod(asym_ops.rounded_rows)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -41,7 +44,7 @@ class BatchInvariantAsymmetricLinear(AsymmetricLayer):
                 "embedded sampler (rollout.engine.name=jax)",
                 "setup",
             )
-        if k % split_k.STEP or n % _OUTPUTS or (self.group_size not in _GROUPS and self.group_size % split_k.STEP):
+        if k % split_k.STEP or n % _OUTPUTS or (self.group_size not in GROUPS and self.group_size % split_k.STEP):
             raise BridgeError(
                 f"a layer with zero points, of {n} outputs and {k} inputs in groups of {self.group_size}: on CUDA "
                 f"outputs are a multiple of {_OUTPUTS}, inputs of {split_k.STEP}, and groups 16, 32, 64 or 128; give "
@@ -53,7 +56,8 @@ class BatchInvariantAsymmetricLinear(AsymmetricLayer):
         self.keep(layer, "weight_scale", asym_ops.levels_of(scales, zeros, k))
         delattr(layer, self.zeros)
         self.keep(layer, "weight_tensor_scale", layer.weight_tensor_scale.data.bfloat16())
-        int4.make_room(n * k, scales.device)
+        if self.decodes_whole:
+            int4.make_room(n * k, scales.device)
 
     def words(self, layer: torch.nn.Module) -> asym_ops.Words:
         """Returns the layer's weight in the kernel's layout."""

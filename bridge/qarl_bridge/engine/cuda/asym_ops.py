@@ -36,6 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qarl_bridge.protocol import split_k
 
 _STEP = tl.constexpr(split_k.STEP)
+_ROWS = 8  # gathered outputs come by so many, for the tensor memory accelerator's rows of 16 bytes
 
 
 def _bf16x2(power: int) -> str:
@@ -298,6 +299,15 @@ class Words:
             for part in (self.codes, self.low)
         )
         return words, low, TensorDescriptor.from_tensor(self.levels.view(-1, self.outputs), [blocks * c, bn])
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Decodes some outputs, int64 [R], to bfloat16 [R, K]."""
+        count = len(index)
+        index = torch.nn.functional.pad(index, (0, -count % _ROWS))
+        low = None if self.low is None else self.low.index_select(1, index)
+        codes, levels = self.codes.index_select(1, index), self.levels.index_select(2, index)
+        steps = self.steps.index_select(0, index)
+        return dataclasses.replace(self, codes=codes, low=low, levels=levels, steps=steps).decoded()[:count]
 
     def decoded(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Decodes the whole weight to bf16((q - z) s t), [N, K], into `out` if given."""

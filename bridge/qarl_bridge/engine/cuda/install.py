@@ -9,6 +9,7 @@ Kernels: `cuda/ops.py`, `cuda/norm_ops.py`, `cuda/sampling.py`.
     these in int4 (w4a16), nvfp4           Machete or Marlin, as in bf16         ops.product
     these with zero points                 none                                  ops.product, of rounded x (w2a2, w4a4)
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
+    embedding and head with codes          rows alone, logits rounded to bf16    cuda/tables.py
     RMSNorm                                threads by the number of rows         norm_ops.rms_norm, with int8 codes
     heads' RMSNorm and rotary embedding    three kernels                         norm_ops.rotated_norms
     log-probs                              float32 sums in torch's order         sampling.log_softmax
@@ -87,11 +88,12 @@ def install() -> str:
 
         experts.install(_replace)
         _install_faster()
-    from qarl_bridge.engine import asym_layers, nvfp4_layers
-    from qarl_bridge.engine.cuda import asym, int4, nvfp4
+    from qarl_bridge.engine import asym_layers, nvfp4_layers, table_layers
+    from qarl_bridge.engine.cuda import asym, int4, nvfp4, tables
 
     int4.register()
     asym_layers.serve(asym.BatchInvariantAsymmetricLinear)
+    table_layers.serve(tables.BatchInvariantTable, tables.AsymmetricWords)
     if _has_wgmma():
         nvfp4_layers.serve(nvfp4.BatchInvariantNvFp4LinearKernel)
     return _without_wgmma()

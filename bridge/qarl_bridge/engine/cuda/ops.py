@@ -371,6 +371,15 @@ def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | No
     return y
 
 
+def rows_of(weight: torch.Tensor | asym_ops.Words, scale: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
+    """Decodes some outputs, int64 [R], of int4 words or of a weight with zero points (as in `product`), to bfloat16
+    [R, K]."""
+    if isinstance(weight, asym_ops.Words):
+        return weight.rows(index)
+    assert scale is not None
+    return dequantized(weight.index_select(1, index), scale.index_select(1, index))
+
+
 @triton.jit
 def _interleave(words_ptr, y_ptr, N, blocks, words, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

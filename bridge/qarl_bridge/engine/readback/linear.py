@@ -10,7 +10,8 @@ Expected values are computed from the staged tensors by the kernel's formula, on
     8-bit ones          s_x = 1/top, x_q = top: y[n] = bf16((top*q*s_x)*s_w), top 127 (int8) or 448 (e4m3)
                         (in either order on a GPU; on a CPU in float64, rounded to float32 first)
 
-`formulas.py` has the codes q and scales s of every format. Rows of embeddings, norms and biases are compared as stored.
+`formulas.py` has the codes q and scales s of every format. Rows of embeddings, norms and biases are compared as stored;
+every row of an embedding with codes is looked up (`table_layers.py`).
 Experts are read back through the fused layer (experts.py). On a GPU all layers run first, and their verdicts are
 fetched together, without a wait for each layer.
 """
@@ -35,6 +36,7 @@ from qarl_bridge.protocol.formats import INDEX, stems
 # One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
 SAMPLED_ROWS = 16
 _CHUNK = 256  # one-hot rows pushed at once in "full" mode
+_TOKENS = 8192  # rows of an embedding that are looked up at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +123,6 @@ class ReadBack:
         layers = rows = 0
         seen: set[str] = set()
         verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
-        asked: Iterator[Columns]
         banks = readback_experts.Staged.by_layer(tensors, self._activations)
         published: dict[str, dict[str, Any]] = {}
         for full, tensor in tensors.items():
@@ -146,27 +147,19 @@ class ReadBack:
                 weights = self._weights(name, published)
                 if weights is None:
                     continue
-                if self._is_stored(name, weights[0]):
+                is_table = getattr(getattr(module, "quant_method", None), "is_table", False)
+                if self._is_stored(name, weights[0]) and not is_table:
                     seen.update(f"{name}.{leaf}" for leaf in ("weight", "bias"))
                     verdicts += self._stored(name, module, weights[0])
                 else:
                     seen.update(f"{weight.prefix}.{leaf}" for weight in weights for leaf in weight.tensors)
                     formula = formulas.find(weights[0].tensors, self._activations)
-                    first = weights[0].first
-                    twice = weights[0].twice
-                    width = first.shape[1] * formula.inputs - (0 if twice is None else len(twice))
-                    if mode == "full":
-                        every = np.arange(width)
-                        chunks = (every[start : start + _CHUNK] for start in range(0, width, _CHUNK))
-                        asked = (self._columns(chunk, width, first) for chunk in chunks)
-                        rows += width
-                    else:
-                        if width not in sampled:
-                            picked = np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
-                            sampled[width] = self._columns(picked, width, first)
-                        asked = iter([sampled[width]])
-                        rows += len(sampled[width].picked)
-                    verdicts += self._functional(name, module, weights, formula, asked)
+                    if is_table:
+                        verdicts.append(self._looked_up(name, module, weights[0], formula))
+                    if not is_table or module.quant_method.multiplies:
+                        asked, pushed = self._asked(weights[0], formula, mode, rng, sampled)
+                        verdicts += self._functional(name, module, weights, formula, asked)
+                        rows += pushed
                 layers += 1
         unseen = [n for n in tensors if n not in seen]
         if unseen:
@@ -178,6 +171,26 @@ class ReadBack:
             for index in wrong.cpu().nonzero().flatten().tolist():
                 verdicts[index][0]()
         return layers, rows
+
+    def _asked(
+        self,
+        weight: Weight,
+        formula: formulas.Formula,
+        mode: str,
+        rng: np.random.Generator,
+        sampled: dict[int, Columns],
+    ) -> tuple[Iterator[Columns], int]:
+        """Returns the one-hot rows for a layer, in chunks, and their number. sampled: those of each width."""
+        first, twice = weight.first, weight.twice
+        width = first.shape[1] * formula.inputs - (0 if twice is None else len(twice))
+        if mode == "full":
+            every = np.arange(width)
+            chunks = (every[start : start + _CHUNK] for start in range(0, width, _CHUNK))
+            return (self._columns(chunk, width, first) for chunk in chunks), width
+        if width not in sampled:
+            picked = np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
+            sampled[width] = self._columns(picked, width, first)
+        return iter([sampled[width]]), len(sampled[width].picked)
 
     def _weights(self, name: str, published: Mapping[str, Mapping[str, Any]]) -> list[Weight] | None:
         """Collects the published tensors of a live module, in row order; None if any are missing."""
@@ -201,6 +214,23 @@ class ReadBack:
         if live.dtype != published.dtype:
             live, published = live.float(), published.float()
         return [(explain, (live != published).any())]
+
+    def _looked_up(
+        self, name: str, module: Any, weight: Weight, formula: formulas.Formula
+    ) -> tuple[Callable[[], None], Any]:
+        """Compares every row that an embedding or a head with codes looks up."""
+
+        def explain() -> None:
+            raise BridgeError(f"read-back: {name} does not look up the published rows", "engine")
+
+        count, wrong = weight.first.shape[0], []
+        for start in range(0, count, _TOKENS):
+            own = slice(start, start + _TOKENS)
+            tensors = {leaf: x[own] if x.ndim == 2 else x for leaf, x in weight.tensors.items()}
+            wanted = formula.served(tensors, torch.float32).to(self._device)
+            got = module.quant_method.embedding(module, torch.arange(count, device=self._device)[own])
+            wrong.append((got.float() != wanted).any())
+        return explain, torch.stack(wrong).any()
 
     def _columns(self, picked: np.ndarray, width: int, staged: Any) -> Columns:
         return Columns(picked, width, computing=self._device, staged=staged.device)
