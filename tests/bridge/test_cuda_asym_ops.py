@@ -54,6 +54,25 @@ def test_words_are_decoded_to_what_they_stand_for(run, bits, middle):
     """)
 
 
+@pytest.mark.parametrize(("bits", "middle"), [(2, 32), (3, 16), (4, 8), (8, 0)])
+def test_every_code_with_every_zero_point_and_scale_is_rounded_once(run, bits, middle):
+    run(f"""
+        bits, middle, group = {bits}, {middle}, {16 if bits < 8 else 256}
+        scales = torch.arange(0, 127, 1 if bits < 8 else 15).to(torch.uint8)
+        scales = torch.cat([scales, scales.new_zeros(-len(scales) % 8)]).view(torch.float8_e4m3fn).expand(256, -1)
+        codes = (torch.arange(group) % 2**bits).repeat(256, scales.shape[1])
+        zeros = torch.arange(256)[:, None].expand(scales.shape)
+        steps = torch.tensor([2.0**-15, 1.3671875, 2.0**-100, 2.0**100]).bfloat16().repeat(64)
+        planes = {{3: ((codes >> 1, 2), (codes & 1, 1))}}.get(bits, ((codes, bits),))
+        words = [own.interleaved(packed(*plane), plane[1]) for plane in planes] + [None]
+        levels = own.levels_of(scales.contiguous(), zeros.to(torch.uint8), codes.shape[1])
+        held = own.Words(words[0], words[1], levels, steps, bits, group, middle)
+        places = (codes << 8 - bits) + middle - zeros.repeat_interleave(group, 1)
+        factors = (scales.float() * steps[:, None].float()).bfloat16().float()
+        assert torch.equal(held.decoded(), (places * factors.repeat_interleave(group, 1)).bfloat16())
+    """)
+
+
 def test_products_in_parts_and_blocks_of_any_size_are_of_what_words_stand_for(run):
     run("""
         m, n, k = 70, 192, 1536
