@@ -33,7 +33,7 @@ def weight_of(scheme: str, n: int, k: int) -> tuple[Any, Any, Any]:
     words = torch.randint(-(2**31), 2**31 - 1, (k // 128, n, 16), dtype=torch.int32, device="cuda")
     if scheme == "w4a16":
         return words, (torch.rand(k // 128, n, device="cuda") * 0.01).bfloat16(), None
-    scales = torch.randint(64, 120, (k // 16, n), device="cuda").to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.randint(64, 120, (k // 64, n, 4), device="cuda").to(torch.uint8).view(torch.int32).squeeze(-1)
     return words, scales, torch.full((n,), 2.0**-12, device="cuda")
 
 

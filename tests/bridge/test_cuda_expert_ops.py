@@ -95,13 +95,14 @@ def test_words_of_floats_have_a_factor_for_each_output(run):
         x = torch.randn(M, D).half()
         codes = torch.randint(0, 16, (E, F, D))
         packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        scale = (torch.rand(E, D // 16, F) * 4).to(torch.float8_e4m3fn)
+        scale = (torch.rand(E, F, D // 16) * 4).to(torch.float8_e4m3fn)
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        served = torch.cat([values, -values])[codes] * scale.float().transpose(1, 2).repeat_interleave(16, -1)
+        served = torch.cat([values, -values])[codes] * scale.float().repeat_interleave(16, -1)
         factor = torch.rand(E, F) / 10
         found = dict(zip(("copies", "experts", "end"), align(ids, 16, E)))
         options = dict(factor=factor, top=k, number=M * k, height=16, out_dtype=torch.float16)
-        got = own.product(x, ops.interleaved(packed.view(torch.int32)), scale, **found, **options)
+        words = ops.interleaved(packed.view(torch.int32), floats=True)
+        got = own.product(x, words, scale.view(torch.int32).transpose(1, 2).contiguous(), **found, **options)
         assert torch.equal(got, own.product(x, served.half(), None, **found, **options))
         first = (x[0].float() @ served[ids[0, 0]].t()) * factor[ids[0, 0]]
         torch.testing.assert_close(got[0].float(), first, rtol=2e-3, atol=2e-3)

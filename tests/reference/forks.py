@@ -44,6 +44,8 @@ FLOAT = tl.float16
 INSTRUCTIONS = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
+    "shf.r.wrap.b32": lambda low, high, n: low >> n | high << 32 - n,
+    "mul.lo.u32": lambda a, b: a * b,
     "and.b32": lambda a, b: a & b,
     "lop3.b32": lambda a, b, c, table: lop3(a, b, c, int(table)),
     "mov.b32": lambda a: a,
@@ -55,7 +57,7 @@ INSTRUCTIONS = {
 
 def bits_of(x):
     data = np.asarray(x.handle.data)
-    if data.dtype == np.float32:
+    if data.dtype.kind == "f":
         assert (data.astype(ml_dtypes.bfloat16) == data).all()
         data = data.astype(ml_dtypes.bfloat16).view(np.uint16)
     return data.view(f"u{data.dtype.itemsize}").astype(np.uint32)

@@ -13,10 +13,10 @@ upper half of a word. A word holds four codes of eight bits, or 16 of two bits:
     1       1                          i'              2 i' + f
 
 A three-bit code is split into words of its upper two bits and of its lowest bit. Weights are decoded in pairs, at three
-instructions a pair and a few for each word. The lowest eight bits of a bfloat16 whose other bits are 0 are an integer, in
-units of 2^-133. So one multiplication and addition makes (q - z) 2^-n of a masked code, wherever it lies in these bits.
-q - z is an integer of eight bits, in steps of the code 2^(8 - bits), and exact in bfloat16. Its product with s t 2^n is
-rounded once; s t is below 2^100.
+instructions a pair and a few for each word. The lowest eight bits of a bfloat16 whose other bits are 0 are an integer,
+in units of 2^-133. So one multiplication and addition makes (q - z) 2^-n of a masked code, wherever it lies in these
+bits. A code is scaled to eight bits, code 2^(8 - bits); q - z is an integer of eight bits, exact in bfloat16. Its
+product with s t 2^n is rounded once; s t is below 2^100.
 
 Scales and zero points of the P groups in 128 inputs lie side by side, s first: 16, 32, 64 or 128 bits for each output.
 """
