@@ -113,17 +113,10 @@ _LEVELS_EIGHT, _ = _levels(8)
 def _levels_of(scales, zeros, t, MIDDLE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
     """Computes scales and zero points of four groups each, as `_levels` has them."""
     middle = tl.full((ROWS,), MIDDLE * 2.0 ** (BITS - 14), tl.bfloat16)
-    if BITS == 2:
-        text: tl.constexpr = _LEVELS_TWO
-    elif BITS == 3:
-        text: tl.constexpr = _LEVELS_THREE
-    elif BITS == 4:
-        text: tl.constexpr = _LEVELS_FOUR
-    else:
-        text: tl.constexpr = _LEVELS_EIGHT
     return tl.inline_asm_elementwise(
-        text, _LEVELS_KINDS, [scales, zeros, t, middle], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
-    )
+        (_LEVELS_TWO if BITS == 2 else _LEVELS_THREE) if BITS < 4 else (_LEVELS_FOUR if BITS == 4 else _LEVELS_EIGHT),
+        _LEVELS_KINDS, [scales, zeros, t, middle], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

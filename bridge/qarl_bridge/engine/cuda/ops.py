@@ -399,7 +399,7 @@ def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, GROUPS: tl.c
 
 
 def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Dequantizes `interleaved` words [K/128, N, 16] to bf16(q s) [N, K], into `out` if given. scale: as in `product`."""
+    """Dequantizes `interleaved` words [K/128, N, 16] to bf16(q s) [N, K], in `out` if given. scale: as in `product`."""
     n, k = words.shape[1], words.shape[0] * 128
     y = torch.empty((n, k), dtype=torch.bfloat16, device=words.device) if out is None else out
     group = k // scale.shape[0]
