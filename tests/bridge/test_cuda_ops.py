@@ -163,16 +163,22 @@ def test_an_addend_meets_the_rounded_product(run):
     """)
 
 
-def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
+def test_words_in_parts_and_blocks_of_any_size_are_multiplied_as_what_they_stand_for(run):
     run("""
-        m, n, k = 70, 192, 1280
-        x, scale = torch.randn(m, k).half(), torch.randint(2, 9, (k // 128, n)).bfloat16() / 4
-        mixed = ops.interleaved(torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int())
-        options = {"splits": 2, "out_dtype": torch.float32}
-        found = [ops.product(x, mixed, scale, split=split, **options) for split in (False, True)]
-        assert torch.equal(*found)
-        want = x.float() @ ops.dequantized(mixed, scale).float().t()
-        torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-3)
+        m, n, k = 70, 192, 2048
+        x, packed = torch.randn(m, k).half(), torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
+        # Of floats' words four scales are one: 64 inputs.
+        for group, floats in ((32, False), (128, False), (256, False), (1024, False), (64, True)):
+            mixed = ops.interleaved(packed, floats=floats)
+            scale = torch.randint(2, 9, (k // group, n)).bfloat16() / 4
+            if floats:
+                scale = torch.randint(40, 80, (k // group, n, 4)).to(torch.uint8).view(torch.int32).squeeze(-1)
+            want = x.float() @ ops.dequantized(mixed, scale).float().t()
+            options = {"splits": 2, "out_dtype": torch.float32}
+            for tile in ((16, 64, 256, 4, 2), (128, 64, 512, 4, 2), None):
+                found = [ops.product(x, mixed, scale, split=split, tile=tile, **options) for split in (False, True)]
+                assert torch.equal(*found)
+                torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-2)
     """)
 
 

@@ -318,12 +318,17 @@ _TILES = {
 }
 
 
+def in_whole(inputs: int, k: int, splits: int) -> bool:
+    """Tells whether all parts of K are multiples of so many inputs."""
+    return all((end - first) % inputs == 0 for first, end in split_k.cuts(k, splits))
+
+
 def tile_of(m: int, k: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
     """Chooses (rows, outputs, inputs, warps, stages) for m rows. Codes of less than eight bits take the table's inputs
-    if all parts of K are multiples of 256; otherwise 128 inputs at a time."""
+    if all parts of K are multiples of them; otherwise 128 inputs at a time."""
     rows, outputs, inputs, warps, stages = _TILES[max(min(_TILES), min(max(_TILES), triton.next_power_of_2(m)))]
-    pairs = all((end - first) % 256 == 0 for first, end in split_k.cuts(k, splits))
-    return rows, outputs, inputs if pairs and bits != 8 else split_k.STEP, warps, stages
+    fits = bits != 8 and in_whole(inputs, k, splits)
+    return rows, outputs, inputs if fits else split_k.STEP, warps, stages
 
 
 def interleaved(packed: torch.Tensor, width: int) -> torch.Tensor:

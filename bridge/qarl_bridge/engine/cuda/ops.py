@@ -194,10 +194,11 @@ def _loaded(w, s, block, output, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.c
     U: tl.constexpr = BK // _STEP
     S: tl.constexpr = max(1, BK // GROUP)
     words = w.load([block, output, 0]).permute(1, 0, 2).reshape(BN * U, 16)
+    R: tl.constexpr = max(S, U) // U
     scales = s.load([block * _STEP // GROUP, output])
     if S < U:
-        scales = scales.reshape(1, 1, BN).broadcast_to(U, 1, BN)
-    scales = scales.reshape(U, max(S, U) // U, BN).permute(2, 0, 1).reshape(BN * U, max(S, U) // U)
+        scales = scales.reshape(S, 1, BN).broadcast_to(S, U // S, BN)
+    scales = scales.reshape(U, R, BN).permute(2, 0, 1).reshape(BN * U, R)
     return weights(words, scales, GROUP, BN * U).reshape(BN, BK)
 
 
@@ -335,7 +336,7 @@ def product(
     if m == 0:
         return y
     if tile is None:
-        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, bits, splits)
+        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, k, bits, splits, group)
     bm, bn, bk, warps, stages = tile
     blocks = splits * triton.cdiv(m, bm) * triton.cdiv(n, bn)
     partial, done = _workspace(x.device)
@@ -373,11 +374,13 @@ _INT4_TILES = {
 _MANY = 16384  # outputs
 
 
-def _tile(m: int, n: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
+def _tile(m: int, n: int, k: int, bits: int, splits: int, group: int) -> tuple[int, int, int, int, int]:
     """Chooses (rows, outputs, inputs, warps, stages), tuned on an H100 for layers of Qwen3-4B and 8B."""
     if bits == 4:
         rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
-        return _INT4_TILES[rows][n >= _MANY]
+        rows, outputs, inputs, warps, stages = _INT4_TILES[rows][n >= _MANY]
+        fits = asym_ops.in_whole(inputs, k, splits) and (group <= split_k.STEP or group % inputs == 0)
+        return rows, outputs, inputs if fits else split_k.STEP, warps, stages
     if m <= 128:
         return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
     if m <= 512:
