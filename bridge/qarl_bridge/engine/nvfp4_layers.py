@@ -89,11 +89,10 @@ def factors(divisors: torch.Tensor, widths: list[int]) -> torch.Tensor:
 def packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Converts words int32 [K/128, N, 16] and scales int32 [K/64, N] to published uint8 [N, K/2] and e4m3 [N, K/16]."""
     blocks, n, _ = words.shape
-    w = words.view(blocks, n, 4, 2, 2).long() & 0xFFFFFFFF  # t f h
-    both = w | w << 32  # whose shift to the right rotates w
-    pairs = torch.stack([w, both >> 6, both >> 3, (w & 0x1B001B) * 0x4108], dim=-1)
-    codes = [(pairs >> at + 6) & 7 | (pairs >> at + 12) & 8 for at in (0, 16)]
-    codes = (codes[0] | codes[1] << 4).to(torch.uint8).permute(1, 0, 4, 5, 3, 2)  # n block h i f t
+    w = words.view(blocks, n, 4, 2, 2)  # t f h
+    pairs = (w, w >> 6 & 0x3FFFFFF | w << 26, w >> 3 & 0x1FFFFFFF | w << 29, (w & 0x1B001B) * 0x4108)
+    bytes_ = [(p >> 6 & 7 | p >> 12 & 8 | p >> 18 & 0x70 | p >> 24 & 0x80).to(torch.uint8) for p in pairs]
+    codes = torch.stack(bytes_, dim=-1).permute(1, 0, 4, 5, 3, 2)  # n block h i f t
     return codes.reshape(n, 64 * blocks), scales.t().contiguous().view(torch.float8_e4m3fn)
 
 

@@ -76,6 +76,11 @@ def _rotated(w: UInt32[Array, "*S"], places: int) -> UInt32[Array, "*S"]:
     return (w >> places) | (w << 32 - places)
 
 
+def _byte(pair: UInt32[Array, "*S"]) -> UInt8[Array, "*S"]:
+    """Packs a pair of codes, as the engine decodes it, into a byte."""
+    return ((pair >> 6 & 7) | (pair >> 12 & 8) | (pair >> 18 & 0x70) | (pair >> 24 & 0x80)).astype(jnp.uint8)
+
+
 def turned(scales: Float[Array, "*L N G"]) -> Int32[Array, "*L H N"]:
     """Packs e4m3 scales of nvfp4 [..., N, K/16] into the engine's int32 [..., K/64, N]; below 2^-6 they become 0."""
     kept = jnp.where(scales.astype(jnp.float32) < nvfp4.FLUSHED, jnp.zeros_like(scales), scales)
@@ -90,9 +95,8 @@ def unpacked(qt: QTensor) -> QTensor:
     held = lax.bitcast_convert_type(qt.codes[..., rows, :], jnp.uint32)
     *lead, blocks, n, _ = held.shape
     w = held.reshape(*lead, blocks, n, 4, 2, 2)  # t f h
-    pairs = jnp.stack([w, _rotated(w, 6), _rotated(w, 3), (w & 0x1B001B) * jnp.uint32(0x4108)], axis=-1)
-    low, high = (((pairs >> at + 6) & 7) | ((pairs >> at + 12) & 8) for at in (0, 16))
-    stacked = (low | (high << 4)).astype(jnp.uint8)  # block n t f h i
+    pairs = w, _rotated(w, 6), _rotated(w, 3), (w & 0x1B001B) * jnp.uint32(0x4108)
+    stacked = jnp.stack([_byte(pair) for pair in pairs], axis=-1)  # block n t f h i
     at = len(lead)
     ordered = jnp.transpose(stacked, (*range(at), at + 1, at, at + 4, at + 5, at + 3, at + 2))
     # Left to choose a layout, XLA copies the scales of all layers into that of the turned ones before it loops.
