@@ -102,17 +102,21 @@ def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
         from qarl_bridge.engine.cuda import ops
 
         kernel = ops._product
-        for bits, group, (bm, bn, bk, warps, stages) in (
-            (2, 32, (16, 64, 256, 4, 5)), (2, 128, (128, 128, 128, 8, 3)), (3, 64, (16, 64, 256, 4, 5)),
-            (4, 16, (32, 64, 256, 4, 4)), (8, 32, (16, 64, 128, 4, 5)),
+        for bits, group, (bm, bn, bk, warps, stages), scales in (
+            (2, 32, (16, 64, 256, 4, 5), None), (2, 128, (128, 128, 128, 8, 3), None),
+            (3, 64, (16, 64, 256, 4, 5), None), (4, 16, (32, 64, 256, 4, 4), None), (8, 32, (16, 64, 128, 4, 5), None),
+            (4, 64, (16, 64, 256, 4, 3), "i32"), (4, 128, (16, 64, 256, 4, 3), "bf16"),
+            (4, 32, (64, 64, 128, 4, 4), "bf16"),  # without zero points: of floats and of integers
         ):
             blocks, groups = bk // 128, max(1, 128 // group)
             tile = lambda words: f"tensordesc<i32[{blocks}, {bn}, {words}]>"
             levels = f"tensordesc<{'i16' if groups == 1 else 'i32'}[{blocks * max(1, groups // 2)}, {bn}]>"
+            levels = levels if scales is None else f"tensordesc<{scales}[{bk // group}, {bn}]>"
             names = dict(x=f"tensordesc<bf16[{bm}, {bk}]>", w=tile(8 if bits == 3 else 4 * bits), s=levels,
-                         t_ptr="*bf16", y_ptr="*bf16", partial_ptr="*fp32", done_ptr="*i32", M="i32", N="i32", K="i32")
-            static = dict(PARTS=1, BITS=bits, GROUP=group, ZEROS=True, MIDDLE=0, SPLIT=False, FACTOR=False, BIAS=False,
-                          ADDED=False, BM=bm, BN=bn, BK=bk, f_ptr=None, b_ptr=None, a_ptr=None)
+                         y_ptr="*bf16", partial_ptr="*fp32", done_ptr="*i32", M="i32", N="i32", K="i32")
+            static = dict(PARTS=1, BITS=bits, GROUP=group, ZEROS=scales is None, MIDDLE=0, SPLIT=False, FACTOR=False,
+                          BIAS=False, ADDED=False, BM=bm, BN=bn, BK=bk, f_ptr=None, b_ptr=None, a_ptr=None)
+            (static if scales else names)["t_ptr"] = None if scales else "*bf16"
             (names if bits == 3 else static)["low"] = tile(4) if bits == 3 else None
             signature = names | dict.fromkeys(static, "constexpr")
             values = {(kernel.arg_names.index(name),): value for name, value in static.items()}
