@@ -7,8 +7,8 @@
 The products of a layer (q|k|v, o, gate|up, down) run together in one CUDA graph, over several layers with weights of
 their own; before each replay a write of 256 MB takes what the L2 cache held. Printed per scheme and number of rows:
 microseconds a layer, times bf16 (cuBLAS), share of the GPU's bandwidth, and whether every output has the bits of the
-decoded weights' product. `--tiles` times each product alone, under every tile that fits. On a CPU, where there is
-nothing of that, the bridge's CPU layers are timed.
+decoded weights' product. `w2a2` and `w4a4` are timed with the rounding of activations. `--tiles` times each product
+alone, under every tile that fits. On a CPU, where there is nothing of that, the bridge's CPU layers are timed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from qarl_bridge.protocol import formats, split_k
 from benchmarks.shapes import SIZES
 
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
+SCHEMES = ["w2a16_asym:g32", "w2a16_asym:g64", "w3a16_asym:g32", "w4a16_asym:g32", "w2a2:g32", "w4a4:g32"]
 _FLUSH = 256 * 2**20
 Product = Callable[[torch.Tensor], torch.Tensor]
 Tile = tuple[int, int, int, int, int]
@@ -61,7 +62,16 @@ def arrays_of(bits: int, group: int, n: int, k: int, device: str) -> dict[str, t
     return made
 
 
-def layer_of(bits: int, group: int, n: int, k: int, device: str) -> tuple[Any, torch.nn.Module]:
+def widths_of(scheme: str) -> tuple[int, int, int]:
+    """Reads a scheme's name, such as "w2a16_asym:g64": (bits of a weight, group, bits of an activation or 0)."""
+    name, _, suffix = scheme.partition(":g")
+    if name == "bf16":
+        return 16, 0, 0
+    bits, activations = name.removeprefix("w").partition("_")[0].split("a")
+    return int(bits), int(suffix or 32), int(activations) % 16
+
+
+def layer_of(scheme: str, n: int, k: int, device: str) -> tuple[Any, torch.nn.Module]:
     """Makes the engine's layer of a random weight: (the method that computes it, the module that holds it)."""
     if device == "cuda":
         from qarl_bridge.engine.cuda.asym import BatchInvariantAsymmetricLinear as Kind
@@ -69,9 +79,11 @@ def layer_of(bits: int, group: int, n: int, k: int, device: str) -> tuple[Any, t
         from qarl_bridge.engine.cpu.linear import Float64AsymmetricLinear as Kind  # type: ignore[assignment]
     layer = torch.nn.Module()
     layer.logical_widths = [n]
+    bits, group, activation_bits = widths_of(scheme)
+    kind = Kind(bits, group, False, activation_bits=activation_bits)
     for name, value in arrays_of(bits, group, n, k, device).items():
-        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
-    kind = Kind(bits, group, False)
+        own = kind.zeros if name == formats.zero_points() else name
+        layer.register_parameter(own, torch.nn.Parameter(value, requires_grad=False))
     kind.process_weights_after_loading(layer)
     return kind, layer
 
@@ -129,12 +141,11 @@ def compared(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         dense.append({name: lambda x, w=w: torch.nn.functional.linear(x, w) for name, w in held.items()})
     base = {rows: together(shapes, dense, rows, device, args.repeats) for rows in args.rows}
     for scheme in ("bf16", *args.schemes):
-        name, _, suffix = scheme.partition(":g")
-        bits, group = (16, 0) if name == "bf16" else (int(name[1]), int(suffix or 32))
+        bits, group, _ = widths_of(scheme)
         stored = 2 * weights if bits == 16 else weights * bits / 8 + 2 * weights / group
         if bits < 16:
             dense.clear()
-            made = [{n: layer_of(bits, group, *s, device) for n, s in shapes.items()} for _ in range(args.layers)]
+            made = [{n: layer_of(scheme, *s, device) for n, s in shapes.items()} for _ in range(args.layers)]
             products = [
                 {n: lambda x, k=kind, on=on: k.apply_weights(on, x) for n, (kind, on) in one.items()} for one in made
             ]
@@ -195,8 +206,7 @@ def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     bits. All tiles are compiled first, by many processes."""
     from qarl_bridge.engine.cuda import ops
 
-    name, _, suffix = args.schemes[0].partition(":g")
-    bits, group = int(name[1]), int(suffix or 32)
+    bits, group, _ = widths_of(args.schemes[0])
     shapes = layers_of(args.shapes)
     wanted = {tile for rows in args.rows for tile in tiles_of(rows)}
     jobs = [(bits, group, n, k, tile) for n, k in shapes.values() for tile in sorted(wanted)]
@@ -238,9 +248,7 @@ def timed(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.low_bit_products", description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", choices=SIZES, default="8b")
-    parser.add_argument(
-        "--schemes", nargs="+", default=["w2a16_asym:g32", "w2a16_asym:g64", "w3a16_asym:g32", "w4a16_asym:g32"]
-    )
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 256])
     parser.add_argument("--layers", type=int, default=8, help="with weights of their own")
     parser.add_argument("--repeats", type=int, default=21)

@@ -199,8 +199,9 @@ def test_a_bridge_killed_while_it_samples_is_replaced_and_the_run_goes_on(run):
 
 
 @pytest.mark.nightly
-def test_a_run_at_two_bits_trains_the_policy_that_vllm_samples(tmp_path, monkeypatch):
-    made = Run(tmp_path, "w2a16_asym:g32")
+@pytest.mark.parametrize("scheme", ["w2a16_asym:g32", "w2a2:g32", "w4a4:g32"])
+def test_a_run_at_few_bits_trains_the_policy_that_vllm_samples(tmp_path, monkeypatch, scheme):
+    made = Run(tmp_path, scheme)
     made.train(monkeypatch)
     assert made.facts.kernels["model.layers.0.mlp.down_proj"] == "Float64AsymmetricLinear"
     for line in made.world.records():

@@ -163,10 +163,34 @@ def test_int8_layers_are_one_float64_sum(kernels, m, n, k, with_bias):
     np.testing.assert_array_equal(run(kernel, layer, x, bias), want)
 
 
-ASYMMETRIC = [n for n in ref.GRIDS if isinstance(ref.GRIDS[n], ref.Asym) and n.endswith(("asym", "shift", "midpoint"))]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("name", ["w2a2", "w4a4"])
+def test_activations_are_rounded_to_the_learners_bits(kernels, name, group, dtype):
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    from qarl_jax import quant
+
+    scheme = quant.parse_scheme(f"{name}:g{group}")
+    x = jnp.asarray(ref.adversarial_rows(512), dtype)
+    learners = jax.jit(lambda x: scheme.activations(x, numerics=quant.resolve("cpu")))(x)
+    given = torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, dtype))
+    rounded = kernels.Float64AsymmetricLinear.rounded(given, scheme.activation_bits, group)
+    assert rounded.dtype == given.dtype
+    want, found = np.array(learners, np.float32), rounded.float().numpy()
+    np.testing.assert_array_equal(found[:-2].view(np.int32), want[:-2].view(np.int32))
+    assert np.isnan([want[-2:, 7], found[-2:, 7]]).all()  # every output of such a row is NaN
+    torch.testing.assert_close(
+        kernels.Float64AsymmetricLinear.rounded(given[9], scheme.activation_bits, group), rounded[9], rtol=0, atol=0
+    )
 
 
-@pytest.mark.parametrize(("name", "twice"), [*((name, 0) for name in ASYMMETRIC), ("w3a16_asym", 64)])
+ASYMMETRIC = [n for n in ref.GRIDS if isinstance(ref.GRIDS[n], ref.Asym)]
+
+
+@pytest.mark.parametrize(("name", "twice"), [*((name, 0) for name in ASYMMETRIC), ("w3a16_asym", 64), ("w2a2", 64)])
 def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, monkeypatch, name, twice):
     import torch
 
@@ -177,7 +201,8 @@ def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, mon
     assert parts[0]["tensor_scale"].item() != parts[1]["tensor_scale"].item()
     weight = np.concatenate([grid.value(part) for part in parts]).astype(np.float64)
     own = k - twice  # inputs; some of them are there once more
-    kernel = kernels.Float64AsymmetricLinear(grid.bits, group, name.endswith("midpoint"), twice / own)
+    low = 0 if "a16" in name else grid.bits  # bits of activations
+    kernel = kernels.Float64AsymmetricLinear(grid.bits, group, name.endswith("midpoint"), twice / own, low)
     layer = torch.nn.Module()
     monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
@@ -197,6 +222,7 @@ def test_layers_with_zero_points_are_one_float64_sum_of_fused_parts(kernels, mon
     ) + 4 * k * bool(twice)
     x, bias = activations(5, own), activations(1, 64, seed=8)[0]
     wide = np.concatenate([x, np.pad(x, ((0, 0), (0, 1)))[:, index]], axis=1).astype(np.float64)
+    wide = ref.asym_rows(wide, low, group) if low else wide
     for decoded, b in ((2**18, None), (2**18, bias), (7 * k, bias)):  # outputs at once change nothing
         monkeypatch.setattr(kernels, "_DECODED", decoded)
         np.testing.assert_array_equal(run(kernel, layer, x, b), once(wide @ weight.T, b))

@@ -92,15 +92,59 @@ def test_products_in_parts_and_blocks_of_any_size_are_of_what_words_stand_for(ru
     """)
 
 
-def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
-    """Compiled for one without one: decoded in registers, no weight goes through shared memory, no sum outside."""
-    run_compiled = """
+def test_activations_are_rounded_as_on_a_cpu(run):
+    run("""
+        from qarl_bridge.engine import asym_layers
+        from tests.reference import quant_reference
+
+        for k, groups in ((512, (16, 32, 64, 128)), (384, (32, 384))):
+            for dtype in (torch.bfloat16, torch.float32):
+                x = torch.from_numpy(quant_reference.adversarial_rows(k)).to(dtype)
+                for bits in (2, 4):
+                    for group in groups:
+                        found = own.rounded_rows(x, bits, group)
+                        want = asym_layers.rounded_rows(x, bits, group)
+                        assert found.dtype == dtype and found[-2:, 7].isnan().all()
+                        assert torch.equal(found[:-2].float().view(torch.int32), want[:-2].float().view(torch.int32))
+    """)
+
+
+COMPILED = """
         import re
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from qarl_bridge.engine.cuda import ops
+        from qarl_bridge.engine.cuda import asym_ops, ops
+"""
 
+
+def compiled(program):
+    """Runs a program that compiles kernels for a Hopper GPU, without one."""
+    program = textwrap.dedent(COMPILED) + textwrap.dedent(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_activations_are_divided_correctly_rounded_and_read_sixteen_bytes_at_a_time():
+    compiled("""
+        kernel = asym_ops._round
+        for group, inputs, warps in ((32, 4096, 16), (128, 12288, 32)):
+            groups = triton.next_power_of_2(inputs // group)
+            static = dict(K=inputs, TOP=3.0, GROUP=group, GROUPS=groups, WIDTH=group)
+            signature = dict(x_ptr="*bf16", y_ptr="*bf16") | dict.fromkeys(static, "constexpr")
+            values = {(kernel.arg_names.index(name),): value for name, value in static.items()}
+            aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
+            source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
+            ptx = made.asm["ptx"]
+            assert set(re.findall(r"div[.][a-z.0-9]+", ptx)) == {"div.rn.f32"}
+            assert "fma" not in ptx and "ld.global.v4.b32" in ptx
+    """)
+
+
+def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
+    """Compiled for one without one: decoded in registers, no weight goes through shared memory, no sum outside."""
+    compiled("""
         kernel = ops._product
         for bits, group, (bm, bn, bk, warps, stages), scales in (
             (2, 32, (16, 64, 256, 4, 5), None), (2, 128, (128, 128, 128, 8, 3), None),
@@ -128,8 +172,4 @@ def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
             assert "add.f32" not in ptx and "add.rn.f32" not in ptx, bits
             loop = graph[graph.index("scf.for") : graph.index("scf.yield")]
             assert "convert_layout" not in loop and "local_store" not in loop, bits
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(run_compiled)], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """)

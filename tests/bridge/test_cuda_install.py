@@ -79,6 +79,7 @@ def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(ru
 def test_layers_with_zero_points_are_held_as_they_are_multiplied_with_t_of_each_part(run):
     run("""
         import types
+        from qarl_bridge.engine import asym_layers
         from qarl_bridge.engine.cuda import asym, asym_ops
         from qarl_bridge.protocol.errors import BridgeError
 
@@ -125,6 +126,12 @@ def test_layers_with_zero_points_are_held_as_they_are_multiplied_with_t_of_each_
         for rows in (1, 4, 6):  # words as they are, and decoded
             found = kernel.apply_weights(layer, one[None, :rows])
             assert torch.equal(found[0].float(), weight.t()[[0, 5, 77, 128, 200, 255]][:rows])
+        few = asym.BatchInvariantAsymmetricLinear(3, group, False, activation_bits=2)
+        assert few.zeros == "weight_zero_point_a2"
+        x = torch.randn(1, 6, k)
+        for rows in (1, 6):
+            found = few.apply_weights(layer, x[:, :rows])
+            assert torch.equal(found, kernel.apply_weights(layer, asym_layers.rounded_rows(x[:, :rows], 2, group)))
         # Half of the inputs are others of them once more, or zeros.
         split, _ = layer_of(n, k, group)
         for name, value in held.items():

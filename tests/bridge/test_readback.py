@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from qarl_bridge.engine import fast_load, versions  # noqa: E402
+from qarl_bridge.engine import engine, fast_load, versions  # noqa: E402
 from qarl_bridge.engine.machine import Cuda  # noqa: E402
 from qarl_bridge.engine.readback import experts, linear  # noqa: E402
 from qarl_bridge.engine.readback import formulas as readback_formulas  # noqa: E402
@@ -197,7 +197,13 @@ def test_formulas_read_every_asymmetric_scheme_as_the_learner_does(name):
     value = np.asarray(quant.dequantize(qt, np.float32))
     np.testing.assert_array_equal(formula.served(tensors, torch.float32).numpy(), value)
     columns = readback_formulas.Columns(np.arange(64), 64, computing=torch.device("cpu"), staged=torch.device("cpu"))
-    np.testing.assert_array_equal(formula.expected([tensors], columns)[0].numpy().T, value)
+    one = np.eye(1, 32, dtype=np.float32)
+    if scheme.activation_bits:
+        one = np.asarray(scheme.activations(one, numerics=quant.resolve("cpu")))
+    assert formula.one == one[0, 0]
+    np.testing.assert_array_equal(
+        formula.expected([tensors], columns)[0].numpy().T, quant_reference.bf(value * one[0, 0])
+    )
 
 
 def test_a_nan_in_the_kernels_own_copy_is_found():
@@ -339,9 +345,10 @@ def test_experts_with_zero_points_are_refused_before_vllm_starts():
     with pytest.raises(BridgeError, match="experts with zero points have no layer in vLLM: give them w4a16 or bf16"):
         experts.check_format(config)
     experts.check_format(config | {"num_experts": 0})
-    rules = {"model.layers.0.mlp.experts.0.up_proj": "w4a16", "a.o_proj": "w2a16_asym", "b.o_proj": "w2a16_asym"}
+    rules = {"model.layers.0.mlp.experts.0.up_proj": "w4a16", "a.o_proj": "w4a4", "b.o_proj": "w2a16_asym"}
     dense = config | {"quantization_config": section_of(rules)}
     experts.check_format(dense)
+    assert engine._int4_activations(dense) == "bf16"  # those of w4a4 are not vLLM's int8
     gpu, theirs = Cuda.__new__(Cuda), messages.EngineOptions(arithmetic="vllm")
     with pytest.raises(BridgeError, match="vLLM has no layer for weights with zero points: drop arithmetic=vllm"):
         gpu.replace(dense, theirs)

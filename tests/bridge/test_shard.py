@@ -34,7 +34,7 @@ CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8", "w2a16_asym:g16"])
+@pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8", "w2a16_asym:g16", "w2a2:g16"])
 def test_the_shards_of_a_version_hold_it_all_once(scheme, size):
     whole = {name: np.asarray(array) for name, array in engine_tensors(weights(0, scheme))}
     if size == 4:  # its inner layers have 64 inputs and 4 groups; those of 32 have two, which four shards cannot share

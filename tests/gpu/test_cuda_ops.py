@@ -12,6 +12,7 @@ from qarl_bridge.protocol import split_k
 
 from qarl_jax import quant
 from qarl_jax.quant.schemes import nvfp4_words
+from tests.reference import quant_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +96,8 @@ def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased)
 
 @pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
 @pytest.mark.parametrize(
-    "name", ["w2a16_asym:g32", "w2a16_midpoint:g64", "w3a16_asym:g128", "w4a16_asym:g16", "w8a16_asym"]
+    "name",
+    ["w2a16_asym:g32", "w2a16_midpoint:g64", "w3a16_asym:g128", "w4a16_asym:g16", "w8a16_asym", "w2a2:g32", "w4a4:g64"],
 )
 def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(shape, name):
     torch = pytest.importorskip("torch")
@@ -114,10 +116,31 @@ def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(sha
     decoded = words.decoded()
     assert torch.equal(decoded, torch.from_dlpack(quant.dequantize(qt)))
     x_t, bias_t = torch.from_dlpack(x), torch.from_dlpack(bias)
+    if scheme.activation_bits:
+        x_t = asym_ops.rounded_rows(x_t, scheme.activation_bits, scheme.group_size)
     whole = ops.product(x_t, decoded, bias=bias_t)
     for rows in (1, 8, 17, 64, 128, 200, 512):
         assert torch.equal(ops.product(x_t[:rows], words, bias=bias_t), whole[:rows])
     assert torch.equal(torch.from_dlpack(learners(x, w, qt, bias)), whole)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["w2a2:g16", "w2a2:g32", "w4a4:g64", "w4a4:g128"])
+def test_activations_on_a_grid_depend_on_no_other_row_and_are_the_learners(name, dtype):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine.cuda import asym_ops
+
+    scheme = quant.parse_scheme(name)
+    for k in (512, 4096, 12288, 18944):
+        x = jnp.asarray(quant_reference.adversarial_rows(k), dtype)
+        mine = jax.jit(lambda x: scheme.activations(x, numerics=quant.resolve("cuda")))(x)
+        x_t, mine = torch.from_dlpack(x), torch.from_dlpack(mine)
+        found = asym_ops.rounded_rows(x_t, scheme.activation_bits, scheme.group_size)
+        assert torch.equal(found[:-2].float().view(torch.int32), mine[:-2].float().view(torch.int32)), k
+        assert found[-2:, 7].isnan().all()
+        for row in (0, 5, 17):
+            one = asym_ops.rounded_rows(x_t[row : row + 1], scheme.activation_bits, scheme.group_size)
+            assert torch.equal(one, found[row : row + 1])
 
 
 @pytest.mark.parametrize(("rank", "inputs"), [(8, 4096), (32, 4096), (64, 4096), (32, 12288), (16, 1408)])

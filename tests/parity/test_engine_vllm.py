@@ -15,7 +15,10 @@ SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_engine.py"
 
 @pytest.fixture(
     scope="module",
-    params=["w8a8", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a16", "nvfp4", "w3a16_asym:g32"))],
+    params=[
+        "w8a8",
+        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a16", "nvfp4", "w3a16_asym:g32", "w4a4:g32")),
+    ],
 )
 def found(request, tmp_path_factory):
     pytest.importorskip("vllm")

@@ -22,7 +22,13 @@ SHARDS = ["--replay", "--tensor-parallel", "2"]
 
 @pytest.mark.parametrize(
     "scheme",
-    ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16", "nvfp4", "w2a16_asym:g32")]],
+    [
+        "w8a8",
+        *[
+            pytest.param(s, marks=pytest.mark.nightly)
+            for s in ("bf16", "w4a16", "nvfp4", "w2a16_asym:g32", "w2a2:g32", "w4a4:g32")
+        ],
+    ],
 )
 def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     pytest.importorskip("vllm")
@@ -30,11 +36,12 @@ def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
 
 
 @pytest.mark.nightly
-def test_no_token_differs_where_channels_are_split(tmp_path):
+@pytest.mark.parametrize("scheme", ["w2a16_asym:g32", "w2a2:g32"])
+def test_no_token_differs_where_channels_are_split(scheme, tmp_path):
     pytest.importorskip("vllm")
-    split_model.make("assets/tiny-qwen3", tmp_path / "model", "w2a16_asym:g32", 0.25, "bfloat16")
+    split_model.make("assets/tiny-qwen3", tmp_path / "model", scheme, 0.25, "bfloat16")
     conditions = ["--conditions", "plain", "samples", "--updates", "1"]
-    assert compared(tmp_path, str(tmp_path / "model"), "w2a16_asym:g32", *conditions) == 4
+    assert compared(tmp_path, str(tmp_path / "model"), scheme, *conditions) == 4
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qarl_jax import quant
 from qarl_jax.quant import QTensor
-from qarl_jax.quant.schemes import fp8, w2a16, w2a16_asym, w3a16, w4a4, w4a8, w4a16, w4a16_asym, w8a8
+from qarl_jax.quant.schemes import asym_grid, fp8, w2a16, w2a16_asym, w3a16, w4a4, w4a8, w4a16, w4a16_asym, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
@@ -338,13 +338,12 @@ def test_w4a8_is_refused_by_name_where_vllm_on_cuda_would_drop_its_activations_r
         quant.on_engine(w4a8.Config(128), quant.resolve("cuda"))
 
 
-def test_weights_with_zero_points_are_served_by_vllm_and_activations_are_not():
-    for profile in ("cpu", "cuda"):
-        assert quant.on_engine(w2a16_asym.Config(32), quant.resolve(profile)) == w2a16_asym.Config(32)
-        with pytest.raises(UserError, match=r"no layer for w4a4 in vLLM: set .* to w4a16_asym, or sample"):
-            quant.on_engine(w4a4.Config(32), quant.resolve(profile))
-    at_start, in_the_middle = (quant.SCHEMES[f"w2a16_{slices}"]().wire.format for slices in ("shift", "midpoint"))
-    assert at_start != in_the_middle  # an engine that serves one is known to refuse the other's bytes
+def test_an_engine_of_one_asymmetric_scheme_is_known_to_refuse_the_bytes_of_others():
+    names = [n for n, made in quant.SCHEMES.items() if issubclass(made, asym_grid.Config) and made.bits == 2]
+    wires = [quant.SCHEMES[name]().wire for name in names]
+    zeros = {array.leaf for wire in wires for array in wire.arrays if array.name == "zero_points"}
+    assert set(names) == {"w2a2", "w2a16_asym", "w2a16_shift", "w2a16_midpoint"}
+    assert zeros == {"weight_zero_point", "weight_zero_point_mid", "weight_zero_point_a2"}  # shift is as without slices
 
 
 def test_schemes_are_hashable_and_distinct():

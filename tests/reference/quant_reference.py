@@ -204,6 +204,22 @@ def asym_rows(x: np.ndarray, bits: int, group: int) -> np.ndarray:
     return ((codes - zeros[..., None]) * (scales.astype(np.float32) * t)[..., None]).reshape(x.shape)
 
 
+def adversarial_rows(k: int) -> np.ndarray:
+    """float32 [40, k] activations: rows of every size, of zeros, of -0, of one value, of one sign, with outliers, of
+    subnormals, near the largest float, of ties. The last two have an infinity and a NaN, at input 7."""
+    rng = np.random.default_rng(k)
+    x = rng.normal(size=(40, k)) * rng.choice([1e-30, 1e-3, 1, 1e3, 1e30], (40, 1))
+    x[0], x[1], x[2], x[3], x[4] = 0, -0.0, 1.5, -np.abs(x[3]), np.abs(x[4])
+    x[5, 3], x[6, 40] = 1e38, 1e4 * x[6, 40]
+    x[7], x[8] = 1e-40 * rng.normal(size=k), 1e-38 * rng.normal(size=k)
+    x[9] = rng.normal(size=k) * 10.0 ** rng.uniform(-30, 30, k)
+    x[10], x[11] = 1.6e38 * np.sign(x[10]), 2.0**-130 * rng.integers(-4, 5, k)
+    x[12], x[13] = 0.5 * rng.integers(0, 8, k), rng.integers(-7, 8, k)
+    x[14, :64], x[15, :64] = 0, 1e-45
+    x[-2, 7], x[-1, 7] = np.inf, np.nan
+    return x.astype(np.float32)
+
+
 def as_bytes(codes: np.ndarray, width: int) -> np.ndarray:
     """Codes of `width` bits, the first in the lowest bits of a byte."""
     bits = (codes[..., None] >> np.arange(width)) & 1

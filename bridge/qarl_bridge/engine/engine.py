@@ -50,8 +50,7 @@ if TYPE_CHECKING:  # it imports torch, which reads its settings when it is impor
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
     """Reads from a config.json how int4 layers take activations: "bf16", or "int8" for w4a8; BridgeError if mixed."""
-    int4 = [g for g in formats.groups_of(config) if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
-    taken = [g.get("input_activations") for g in int4]
+    taken = [g.get("input_activations") for g in formats.groups_of(config) if formats.is_int4(g)]
     found = {"bf16" if a is None else "int8" for a in taken} or {"bf16"}
     if len(found) > 1:
         raise BridgeError("w4a16 and w4a8 layers in one model: vLLM's CPU engine runs all int4 layers one way", "setup")

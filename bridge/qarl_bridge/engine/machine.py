@@ -101,7 +101,7 @@ class Cuda:
         from qarl_bridge.engine.readback import experts as readback_experts
 
         groups = formats.groups_of(config)
-        if any(group["weights"]["num_bits"] == 4 and group.get("input_activations") for group in groups):
+        if any(formats.is_int4(group) and group.get("input_activations") for group in groups):
             raise BridgeError(
                 "vLLM on CUDA drops the int8 activations of w4a8: use w4a16 or fp8, or the embedded sampler", "setup"
             )

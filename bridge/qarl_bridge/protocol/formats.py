@@ -107,6 +107,14 @@ class Layout:
         return found | ({"": f"{module}.{self.shape_leaf}"} if self.shape_leaf else {})
 
 
+def zero_points(midpoint: bool = False, activation_bits: int = 0) -> str:
+    """Names a weight's zero points by the layer that multiplies them, so that another scheme's layer refuses them.
+
+    midpoint: codes stand for their middle. activation_bits: of an activation's code; 0: activations are bfloat16.
+    """
+    return "weight_zero_point" + "_mid" * midpoint + (f"_a{activation_bits}" if activation_bits else "")
+
+
 def layer_of(name: str) -> str:
     """Returns the layer in a tensor's name, such as "model.layers.3", or outside of layers the module's name."""
     found = re.match(r"(.*\.layers\.\d+)\.", name)
@@ -295,6 +303,12 @@ def quantization_config(
 def groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the config groups in a config.json's `quantization_config`; empty if it has none."""
     return list((config.get("quantization_config") or {}).get("config_groups", {}).values())
+
+
+def is_int4(group: Mapping[str, Any]) -> bool:
+    """Tells whether a config group's weights are symmetric int4, which vLLM's own layers compute."""
+    weights = group["weights"]
+    return weights["num_bits"] == 4 and weights["type"] == "int" and group["format"] not in ASYMMETRIC
 
 
 def _scheme(layout: Layout | None) -> str:

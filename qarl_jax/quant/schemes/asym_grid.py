@@ -28,7 +28,9 @@ bits) and t 2^(bits - 8), so that slices of an 8-bit grid have the same arrays. 
 weight, in groups of 64 2.25.
 
 **Product.** w = bf((q - z) s t), then an ordinary product with float32 accumulation, as in `w4a16`. With low-bit
-activations each row's groups are rounded to this grid too, with one t per row: x is then (q - z) s t as well.
+activations each row's groups are rounded to this grid too, with one t per row: x is then (q - z) s t as well. Both are
+exact in bfloat16, so every engine multiplies them as it does under bf16 activations, with the learner's bits
+(docs/schemes.md says why codes are not summed as integers).
 
 **Backward.** Straight through: dX = dY w, dMaster = dY^T x, with the rounded x where activations are.
 
@@ -37,8 +39,9 @@ zero points as words of 32 bits, bfloat16 scales s t, the same weights. Slices o
 cannot hold other schemes: they are exported as they are published.
 
 **In vLLM** the bridge's layers hold these arrays, and t once per output of a fused weight (asym_layers.py there).
+One that rounds its activations calls its zero points `weight_zero_point_a4` or `_a2`.
 
-**Left out.** Layers in vLLM with low-bit activations, and experts; scales searched by error; groups as long as a row.
+**Left out.** Experts in vLLM; scales searched by error; groups as long as a row.
 
 Sources: Bit-by-Bit, arXiv 2604.07888; e4m3, arXiv 2209.05433.
 """
@@ -113,9 +116,8 @@ def rounded(groups: Float[Array, "*L G"], bits: int, shared: tuple[int, ...]) ->
     high, low = jnp.maximum(jnp.max(groups, axis=-1), 0.0), jnp.minimum(jnp.min(groups, axis=-1), 0.0)
     exact = divide(high - low, jnp.full_like(high, top))
     most = jnp.max(exact, axis=shared, keepdims=True)
-    place = _exponent(most)
-    fraction = most * power_of_two(jnp.clip(-place, -126, 127))
-    exponent = jnp.maximum(place - 8 + (fraction > 1.75).astype(jnp.int32), _LEAST_EXPONENT)  # 448 is 1.75 * 2^8
+    carried = lax.bitcast_convert_type(most, jnp.int32) + 0x1FFFFF  # of a fraction above 1.75: 448 is 1.75 * 2^8
+    exponent = jnp.maximum((carried >> 23) - 127 - 8, _LEAST_EXPONENT)
     t = power_of_two(exponent)
     ratio = exact * power_of_two(-exponent)
     last = jnp.clip(_exponent(ratio), -6, 8) - 3  # the place of the last bit of e4m3's neighbours
@@ -160,6 +162,7 @@ class Config(Scheme):
     def wire(self) -> formats.Layout:
         """The layout: codes uint8 [N, K bits/8] in one or two arrays, e4m3 scales, uint8 zero points, float32 t [1]."""
         byte, group = np.dtype(np.uint8), self.group_size
+        zeros = formats.zero_points(bool(self.middle), self.activation_bits)
         codes = (
             formats.Array(name, f"weight_u{width}", byte, inputs=8 // width)
             for name, width in zip(_NAMES, formats.LANES[self.bits], strict=False)
@@ -174,19 +177,10 @@ class Config(Scheme):
             arrays=(
                 *codes,
                 formats.Array("scales", "weight_scale", formats.FLOAT8, inputs=group, is_scale=True),
-                formats.Array("zero_points", "weight_zero_point" + "_mid" * bool(self.middle), byte, inputs=group),
+                formats.Array("zero_points", zeros, byte, inputs=group),
                 formats.Array("tensor_scale", "weight_tensor_scale", single, inputs=0, outputs=0, is_scale=True),
             ),
         )
-
-    def on(self, numerics: Numerics) -> Scheme:
-        """Returns the scheme; raises UserError for vLLM if activations are quantized: the bridge lacks such a layer."""
-        if numerics.profile != "plain" and self.activation_bits:
-            raise UserError(
-                f"the bridge has no layer for {self.name} in vLLM: set quant.forward and quant.rollout to"
-                f" w{self.bits}a16_asym, or sample with the embedded sampler (rollout.engine.name=jax)"
-            )
-        return self
 
     def check(self, shape: tuple[int, ...]) -> str | None:
         """Returns the reason why groups do not fit a weight [..., N, K], as text for a message, or None."""

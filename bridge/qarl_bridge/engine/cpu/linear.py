@@ -14,6 +14,7 @@ computes equal numbers (profile `cpu` of `docs/concepts/engines.md`). bf rounds 
     nvfp4         y = bf(bf(S(x, q s) f) + b)      q s exact, s below 2^-6 taken for 0; f = f32(1 / g)
     w*a16_asym    y = bf(S(x, w) + b)              w = bf((q - z) s t), decoded at each product from the published
                                                    arrays, a few outputs at a time
+    w4a4, w2a2    y = bf(S(x_q, w) + b)            the same; x_q of `asym_layers.rounded_rows`, exact
     head, router  S(x, w), left in float32
 
 Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64. A sum of thousands of
@@ -233,7 +234,8 @@ class Float64NvFp4LinearKernel(_Float64, nvfp4_layers.NvFp4Layer):
 
 
 class Float64AsymmetricLinear(asym_layers.AsymmetricLayer):
-    """vLLM layer for w2a16_asym, w3a16_asym, w4a16_asym, w8a16_asym and their bit slices on a CPU."""
+    """vLLM layer for w2a16_asym, w3a16_asym, w4a16_asym, w8a16_asym, their bit slices, w4a4 and w2a2 on
+    a CPU."""
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""

@@ -4,6 +4,7 @@
 
 w = bf16((q - z) s t). Interleaved codes and scales (`asym_ops.Words`) replace the loaded tensors, so the engine holds a
 layer once, at its packed size. For many rows, w is first decoded into a buffer that all layers share (cuda/int4.py).
+Under w4a4 and w2a2 a kernel of its own rounds x first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _GROUPS = (16, 32, 64)  # or whole blocks of 128 inputs
 
 class BatchInvariantAsymmetricLinear(AsymmetricLayer):
     """vLLM layer for weights with zero points on Hopper GPUs; see the module docstring."""
+
+    rounded = staticmethod(asym_ops.rounded_rows)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Converts published arrays to the kernel's layout (`asym_ops.Words`), at every load.

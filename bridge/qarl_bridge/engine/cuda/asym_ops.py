@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA layout of weights with zero points, and Triton code that decodes it to bf16((q - z) s t).
+"""CUDA layout of weights with zero points, Triton code that decodes it to bf16((q - z) s t), and rounded activations.
 
 Tensor cores multiply 16 inputs at a time. Of these a thread has inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, where t is
 its place among four threads. So input 16 i + 8 f + 2 t + e of 128 lies in the adjacent words of thread t; e = 1 is the
@@ -19,6 +19,9 @@ bits. A code is scaled to eight bits, code 2^(8 - bits); q - z is an integer of 
 product with s t 2^n is rounded once; s t is below 2^100.
 
 Scales and zero points of the P groups in 128 inputs lie side by side, s first: 16, 32, 64 or 128 bits for each output.
+
+Activations of two or four bits (`rounded_rows`) are rounded in one pass, to bfloat16 numbers that the product takes.
+Quotients are IEEE divisions (`div_rn`); Triton's own is not correctly rounded.
 """
 
 from __future__ import annotations
@@ -358,3 +361,56 @@ def levels_of(scales: torch.Tensor, zeros: torch.Tensor, inputs: int) -> torch.T
     both = both.reshape(n, 2, blocks, -1).permute(2, 0, 1, 3).reshape(blocks, n, -1).contiguous()
     words = both.view(torch.int16 if both.shape[-1] == 2 else torch.int32)
     return words.transpose(1, 2).contiguous()
+
+
+@triton.jit
+def _half_up(x):
+    whole = tl.floor(x)
+    return whole + (x - whole >= 0.5).to(tl.float32)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round(
+    x_ptr, y_ptr, K: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Rounds one row, by the operations of `asym_layers.rounded_rows`, one for one."""
+    row = tl.program_id(0).to(tl.int64) * K
+    place = tl.arange(0, WIDTH)[None, :]
+    at = tl.arange(0, GROUPS)[:, None] * GROUP + place
+    there = (at < K) & (place < GROUP)
+    x = tl.load(x_ptr + row + at, mask=there, other=0.0).to(tl.float32)
+    high, low = tl.maximum(tl.max(x, 1, keep_dims=True), 0.0), tl.minimum(tl.min(x, 1, keep_dims=True), 0.0)
+    exact = tl.math.div_rn(high - low, TOP)
+    carried = tl.max(exact).to(tl.int32, bitcast=True) + 0x1FFFFF
+    exponent = tl.maximum((carried >> 23) - 135, -104)
+    t, ratio = _power_of_two(exponent), exact * _power_of_two(-exponent)
+    last = tl.minimum(tl.maximum((ratio.to(tl.int32, bitcast=True) >> 23) - 127, -6), 8) - 3
+    units, unit = ratio * _power_of_two(-last), _power_of_two(last)
+    less = tl.maximum(tl.floor(units) * unit, 0.001953125)
+    more = tl.maximum(tl.ceil(units) * unit, 0.001953125)
+    trial = less * t
+    steps = _half_up(tl.math.div_rn(high, trial)) - _half_up(tl.math.div_rn(low, trial))
+    step = tl.where(steps <= TOP, less, more) * t
+    zero = -_half_up(tl.math.div_rn(low, step))
+    code = _half_up(tl.math.div_rn(x, step.broadcast_to(GROUPS, WIDTH))) + zero
+    code = tl.clamp(code, 0.0, TOP, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(y_ptr + row + at, ((code - zero) * step).to(y_ptr.dtype.element_ty), mask=there)
+
+
+def rounded_rows(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Rounds rows of activations x [..., K] as `asym_layers.rounded_rows` does, with equal bits, in one kernel."""
+    x = x.contiguous()
+    k = x.shape[-1]
+    y = torch.empty_like(x)
+    groups, width = triton.next_power_of_2(k // group), triton.next_power_of_2(group)
+    if x.numel():
+        _round[(x.numel() // k,)](
+            x, y, K=k, TOP=2.0**bits - 1, GROUP=group, GROUPS=groups, WIDTH=width,
+            num_warps=min(32, max(4, groups * width // 256)),
+        )  # fmt: skip
+    return y

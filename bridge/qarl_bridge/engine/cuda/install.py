@@ -7,7 +7,7 @@ Kernels: `cuda/ops.py`, `cuda/norm_ops.py`, `cuda/sampling.py`.
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
     these in int4 (w4a16), nvfp4           Machete or Marlin, as in bf16         ops.product
-    these with zero points                 none                                  ops.product
+    these with zero points                 none                                  ops.product, of rounded x (w2a2, w4a4)
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
     RMSNorm                                threads by the number of rows         norm_ops.rms_norm, with int8 codes
     heads' RMSNorm and rotary embedding    three kernels                         norm_ops.rotated_norms

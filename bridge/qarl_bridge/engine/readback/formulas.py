@@ -9,7 +9,7 @@
     nvfp4   weight_packed uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale float32 [1]
     asym    weight_u2, _u4 or _u8 uint8 [N, K bits/8] (three bits: weight_u2 and weight_u1), weight_scale float8_e4m3fn
             [N, K/G], weight_zero_point uint8 [N, K/G], weight_tensor_scale float32 [1]; with weight_zero_point_mid a
-            code stands for the middle of its interval
+            code stands for the middle of its interval, with weight_zero_point_a2 or _a4 activations have 2 or 4 bits
 
 A new format needs one `Formula`: how to read codes and scales from its tensors, for some inputs and for all. The
 read-backs of dense layers and of experts use it.
@@ -78,6 +78,7 @@ class Formula:
       inputs: inputs in one column of the codes tensor.
       top: the largest code of quantized activations; None: activations are bfloat16.
       rounded: whether code times scale is rounded to bfloat16 before the product.
+      one: the number to which a layer with zero points rounds the 1 of a one-hot row.
     """
 
     leaves: Mapping[str, torch.dtype]
@@ -86,6 +87,7 @@ class Formula:
     inputs: int = 1
     top: float | None = None
     rounded: bool = False
+    one: float = 1.0
 
     def served(self, tensors: Tensors, dtype: Any) -> Any:
         """Computes the weight that the kernel multiplies, [..., N, K] in `dtype`."""
@@ -101,7 +103,7 @@ class Formula:
         alternative, or two for the two orders in which a GPU kernel may multiply by scales."""
         codes, scales = self.columns(weights, columns)
         if self.top is None:
-            return [_bf16(codes if scales is None else codes * scales)]
+            return [_bf16(self._sums(codes, scales))]
         # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
         # has them: |acc| < 2^24.
         x_scale = torch.tensor(1 / self.top, dtype=torch.float32, device=codes.device)
@@ -109,6 +111,10 @@ class Formula:
         if columns.one_hot.device.type == "cpu":  # the bridge's own layers
             return [_bf16((acc.double() * scales.double() * x_scale.double()).float())]
         return [_bf16((acc * x_scale) * scales), _bf16((acc * scales) * x_scale)]
+
+    def _sums(self, codes: Any, scales: Any) -> Any:
+        """Computes what one-hot rows give where `top` is None, before the last rounding: float32 [R, N]."""
+        return _bf16(codes if scales is None else codes * scales) * self.one
 
     def expected_split(self, weights: Sequence[Tensors], columns: Columns, twice: Any | None) -> list[Any]:
         """Computes `expected` for a layer with duplicated inputs `twice` (int32 [M], or None): both columns' sum."""
@@ -118,11 +124,9 @@ class Formula:
         width = columns.width + len(twice)
         again = torch.where(at.any(1), columns.width + at.int().argmax(1), index)
         where = {"computing": columns.one_hot.device, "staged": index.device}
-        own, second = (
-            self.expected(weights, Columns(picked.cpu().numpy(), width, **where)) for picked in (index, again)
-        )
-        there = at.any(1)[:, None].to(own[0].device)
-        return [_bf16(a + torch.where(there, b, 0.0)) for a, b in zip(own, second, strict=True)]
+        every = (Columns(picked.cpu().numpy(), width, **where) for picked in (index, again))
+        own, second = (self._sums(*self.columns(weights, picked)) for picked in every)
+        return [_bf16(own + torch.where(at.any(1)[:, None].to(own.device), second, 0.0))]
 
 
 def find(tensors: Tensors, activations: str) -> Formula:
@@ -221,16 +225,21 @@ def _asym_whole(bits: int, middle: int, tensors: Tensors) -> tuple[Any, Any]:
     return steps.flatten(-2), tensors["weight_scale"].float() * _asym_scales(tensors, zeros)
 
 
-def _asym(bits: int, middle: int = 0) -> Formula:
+# The numbers next to 1 on the grids of two and four bits: 3 * 5/16 and 14 * 9/128.
+_ONES = {0: 1.0, 2: 0.9375, 4: 0.984375}
+
+
+def _asym(bits: int, middle: int = 0, activation_bits: int = 0) -> Formula:
     """Makes the formula of a format with zero points: a code counts as code 2^(8 - bits) + middle."""
     codes = {f"weight_u{width}": torch.uint8 for width in formats.LANES[bits]}
     scales = {"weight_scale": torch.float8_e4m3fn, "weight_tensor_scale": torch.float32}
     return Formula(
-        codes | scales | {"weight_zero_point" + "_mid" * bool(middle): torch.uint8},
+        codes | scales | {formats.zero_points(bool(middle), activation_bits): torch.uint8},
         functools.partial(_asym_columns, bits, middle),
         functools.partial(_asym_whole, bits, middle),
         inputs=8 // formats.LANES[bits][0],
         rounded=True,
+        one=_ONES[activation_bits],
     )
 
 
@@ -257,4 +266,5 @@ FORMULAS = (
     ),
     *map(_asym, formats.LANES),
     *(_asym(bits, 2 ** (7 - bits)) for bits in (4, 2)),
+    *(_asym(bits, activation_bits=bits) for bits in (4, 2)),
 )

@@ -6,6 +6,7 @@ A one-hot row sent through a linear layer returns a column of the weight matrix 
 Expected values are computed from the staged tensors by the kernel's formula, on the tensors' device (host or GPU):
 
     activations bf16    y[n] = bf16(q*s)                          exact
+    on a grid           y[n] = bf16(bf16((q-z)*s) * one)          one is 1, rounded to two or four bits (w2a2, w4a4)
     8-bit ones          s_x = 1/top, x_q = top: y[n] = bf16((top*q*s_x)*s_w), top 127 (int8) or 448 (e4m3)
                         (in either order on a GPU; on a CPU in float64, rounded to float32 first)
 
