@@ -27,7 +27,7 @@ from qarl_bridge.engine.cuda import asym_ops
 from qarl_bridge.protocol import split_k
 
 _STEP = tl.constexpr(split_k.STEP)
-_MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose parts are computed side by side
+_MOST_TILES = 264  # two for each multiprocessor of an H100; of a product whose parts are computed side by side
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -291,9 +291,14 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns buffers for partial sums and for each tile's number of finished parts, which is 0 between kernels.
     Kernels of one stream share them."""
     if device not in _workspaces:
-        partial = torch.empty(_MOST_BLOCKS * 128 * 128, dtype=torch.float32, device=device)
-        _workspaces[device] = partial, torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+        partial = torch.empty(_MOST_TILES * 128 * 128, dtype=torch.float32, device=device)
+        _workspaces[device] = partial, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
     return _workspaces[device]
+
+
+def side_by_side(splits: int, tiles: int, size: int) -> bool:
+    """Tells whether K's parts are computed in parallel: the workspace holds them for so many tiles of a size."""
+    return splits > 1 and tiles <= _MOST_TILES and splits * tiles * size <= _MOST_TILES * 128 * 128
 
 
 def product(
@@ -336,12 +341,11 @@ def product(
     if m == 0:
         return y
     if tile is None:
-        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, k, bits, splits, group)
+        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, bits, splits)
     bm, bn, bk, warps, stages = tile
-    blocks = splits * triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
     partial, done = _workspace(x.device)
-    if split is None:
-        split = splits > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
+    split = side_by_side(splits, tiles, bm * bn) if split is None else split
     x = x.contiguous()
     added = None if added is None else added.contiguous()
     low = None
@@ -353,7 +357,7 @@ def product(
         w = TensorDescriptor.from_tensor(weight, [bk // split_k.STEP, bn, 16])
         # Flat first: a single group's row may have any stride, but a descriptor's may not.
         s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, bk // group), bn])
-    _product[(blocks // splits, splits if split else 1)](
+    _product[(tiles, splits if split else 1)](
         TensorDescriptor.from_tensor(x, [bm, bk]), w, low, s, steps, factor, bias, added, y, partial, done, m, n, k,
         PARTS=splits, BITS=bits, GROUP=group, ZEROS=zeros, MIDDLE=middle, SPLIT=split,
         FACTOR=factor is not None, BIAS=bias is not None, ADDED=added is not None,
@@ -374,13 +378,11 @@ _INT4_TILES = {
 _MANY = 16384  # outputs
 
 
-def _tile(m: int, n: int, k: int, bits: int, splits: int, group: int) -> tuple[int, int, int, int, int]:
+def _tile(m: int, n: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
     """Chooses (rows, outputs, inputs, warps, stages), tuned on an H100 for layers of Qwen3-4B and 8B."""
     if bits == 4:
         rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
-        rows, outputs, inputs, warps, stages = _INT4_TILES[rows][n >= _MANY]
-        fits = asym_ops.in_whole(inputs, k, splits) and (group <= split_k.STEP or group % inputs == 0)
-        return rows, outputs, inputs if fits else split_k.STEP, warps, stages
+        return _INT4_TILES[rows][n >= _MANY]
     if m <= 128:
         return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
     if m <= 512:
