@@ -153,7 +153,7 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         names = dict(copies_ptr="*i32", experts_ptr="*i32", end_ptr="*i32", s_x_ptr="*fp32", f_ptr="*fp32",
                      y_ptr="*bf16", COPIES="i32", N="i32", K="i32")
         words, scales = "tensordesc<i32[64, 16]>", "tensordesc<bf16[1, 64]>"
-        floats = "tensordesc<fp8e4nv[8, 64]>"
+        floats = "tensordesc<i32[2, 64]>"
         for x, w, s, kind, total, int4, core in (
             ("*bf16", "tensordesc<bf16[64, 128]>", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
             ("*bf16", words, scales, tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
@@ -161,7 +161,7 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
             ("*fp8e4nv", "tensordesc<fp8e4nv[64, 128]>", "*fp32", tl.float16, tl.float32, False, "f32.f16.f16"),
             ("*i8", "tensordesc<i8[64, 128]>", "*fp32", tl.int8, tl.int32, False, "s32.s8.s8"),
         ):
-            group = 16 if s == floats else 128
+            group = 64 if s == floats else 128
             static = dict(TOP=8, INT4=int4, SCALED=False, FACTOR=s == floats, GROUP=group, AS=kind, SUM=total)
             static |= dict(BM=16, BN=64, BK=128)
             signature = dict(x_ptr=x, w=w, s=s, **names) | dict.fromkeys(static, "constexpr")

@@ -49,8 +49,6 @@ INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "lop3.b32": lambda a, b, c, table: lop3(a, b, c, int(table)),
     "mov.b32": lambda a: a,
-    "add.rn.bf16x2": both(lambda a, b: a + b),
-    "sub.rn.bf16x2": both(lambda a, b: a - b),
     "mul.rn.bf16x2": both(lambda a, b: a * b),
     "fma.rn.bf16x2": both(lambda a, b, c: a * b + c),
 }
