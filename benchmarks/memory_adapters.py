@@ -45,6 +45,7 @@ def run_of(folder: pathlib.Path, shapes: str, arm: str, overrides: list[str]) ->
         "quant.engine=cuda",
         "rollout.engine.memory=given",
         "train.grad_dtype=float32",
+        "train.micro_batch_rows=1",
         "mesh.fsdp=1",
     ]
     data = [f"data.source={{name: jsonl, path: {folder}/prompts.jsonl}}", "data.holdout=0", "eval.every=0"]

@@ -68,7 +68,7 @@ def compiled_bytes(cfg: RunConfig, mesh: Any) -> dict[str, int]:
     held = united(part_of(at(frozen), lambda path: path not in shared), kept)
     masters = learner.abstract_state().params
     grads = jax.tree.map(lambda p: p.update(dtype=learner.grad_dtype), masters)
-    batch = learner.abstract_batch(cfg.train.micro_batch_rows, cfg.row_len)
+    batch = learner.abstract_batch(cfg.micro_batch_rows, cfg.row_len)
     old = batch.rollout_logprobs  # in shape
     counts = [jax.ShapeDtypeStruct((), np.float32, sharding=learner.replicated)] * 2
     with jax.set_mesh(mesh):

@@ -273,7 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mean-len", type=int, default=0, help="of the responses, drawn by a new folder's stop tokens; 0: full length"
     )
-    parser.add_argument("--rows", type=int, default=2, help="train.micro_batch_rows")
+    parser.add_argument("--rows", default="auto", help="train.micro_batch_rows")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
     parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
     parser.add_argument("--proximal", default="auto", choices=("auto", "learner"), help="train.proximal")

@@ -3,7 +3,7 @@
 """A run over the hosts of a Ray cluster: a process per host, with all its GPUs, and an engine on each of them.
 
     python examples/launch/ray_hosts.py --hosts 2 --gpus 8 -- \\
-        --config papers/qwen3_8b_base arm=tbpo run_dir=runs/qwen3_8b mesh.data=2 mesh.fsdp=8 train.micro_batch_rows=16
+        --config papers/qwen3_8b_base arm=tbpo run_dir=runs/qwen3_8b mesh.data=2 mesh.fsdp=8
 
 Ray places the processes; they find each other through `distributed`. The folder that this is started in, the model, the
 data and run_dir lie in a file system that all hosts share. If a process dies, the others end, all are started again,

@@ -35,7 +35,7 @@ START: dict[str, Any] = {
     "rollout": {"num_samples_per_prompt": 8, "max_response_len": 1024},
     "loss": {"name": "tbpo"},
     "optimizer": {"name": "muon", "matmul_precision": "bfloat16", "offload": "auto"},
-    "train": {"prompts_per_step": 16, "prompts_per_update": 8, "micro_batch_rows": 8, "grad_dtype": "auto"},
+    "train": {"prompts_per_step": 16, "prompts_per_update": 8, "grad_dtype": "auto"},
     "eval": {"at_end": False},
 }
 ENGINES = {
@@ -48,7 +48,6 @@ def tree_of(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of the run that is forecast without --config, as the mapping of a config file."""
     tree = {name: dict(section) for name, section in START.items()}
     tree["rollout"]["engine"] = ENGINES["jax" if args.device in ("cpu", "tpu-v5p") else "vllm"]
-    tree["train"]["micro_batch_rows"] = max(tree["train"]["micro_batch_rows"], args.gpus)
     return {"model": {"path": args.model, **tree.pop("model")}, **tree, "mesh": {"fsdp": args.gpus}}
 
 

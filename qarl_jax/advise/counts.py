@@ -171,9 +171,9 @@ def _rows(cfg: RunConfig, length: float) -> tuple[int, int]:
     per_row = max(1.0, min(fit, cfg.train.max_segments))
     updates = cfg.train.updates_per_step // cfg.train.update_epochs
     rows_of_an_update = math.ceil(responses / (per_row * updates))
-    micro_batches = updates * -(-rows_of_an_update // cfg.train.micro_batch_rows)
+    micro_batches = updates * -(-rows_of_an_update // cfg.micro_batch_rows)
     sizes = dataclasses.asdict(cfg.mesh)
-    return micro_batches, max(1, cfg.train.micro_batch_rows // max(1, sizes["data"] * sizes["fsdp"]))
+    return micro_batches, max(1, cfg.micro_batch_rows // max(1, sizes["data"] * sizes["fsdp"]))
 
 
 def scored(cfg: RunConfig) -> float:

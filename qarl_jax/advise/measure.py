@@ -117,7 +117,7 @@ def layer_of(cfg: RunConfig, sequences: int) -> Layer:
     first = functools.partial(jax.tree.map, lambda x: x[0])
     weights = {name: first(masters[name]) for name in names}
     codes = {name: first(low[name]) if low.get(name) is not None else None for name in names}
-    rows = cfg.train.micro_batch_rows // learner.planned_mesh(cfg).size or 1
+    rows = cfg.micro_batch_rows // learner.planned_mesh(cfg).size or 1
     tokens = rows * cfg.row_len
     timed = min(tokens, MOST_TOKENS)
 

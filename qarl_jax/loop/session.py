@@ -103,7 +103,7 @@ class Session:
         packed = packed_rows(self.cfg, groups, nothing, self.step)
         qweights = self.quantize() if scheme is None else learner.quantize(self.state.params)
         ours, theirs = [], []
-        for micro in packed.micro_batches(self.cfg.train.micro_batch_rows):
+        for micro in packed.micro_batches(self.cfg.micro_batch_rows):
             logprobs, _ = learner.score(self.state.params, qweights, learner.put(micro))
             ours.append(np.asarray(logprobs)[micro.loss_mask])
             theirs.append(np.asarray(micro.rollout_logprobs)[micro.loss_mask])

@@ -87,7 +87,7 @@ def packed_rows(cfg: RunConfig, groups: list[RolloutGroup], advantages: np.ndarr
         groups,
         advantages,
         row_len=cfg.row_len_at(step),
-        rows_multiple=cfg.train.micro_batch_rows,
+        rows_multiple=cfg.micro_batch_rows,
         max_segments=cfg.train.max_segments,
     )
 
@@ -325,7 +325,7 @@ class Updates:
 
     def _packed(self, groups: list[RolloutGroup], advantages: np.ndarray, step: int) -> MiniBatch:
         packed = packed_rows(self._cfg, groups, advantages, step)
-        micros = [self._learner.put(micro) for micro in packed.micro_batches(self._cfg.train.micro_batch_rows)]
+        micros = [self._learner.put(micro) for micro in packed.micro_batches(self._cfg.micro_batch_rows)]
         return MiniBatch(packed, groups, micros, [None] * len(micros))
 
     def _score_old(self, state: TrainState, batch: MiniBatch) -> None:
@@ -393,7 +393,7 @@ class Updates:
 
     def _checked_share(self, batches: Sequence[MiniBatch]) -> float:
         """Share of the response tokens whose log-prob in the sampler was compared with the learner's."""
-        rows, once = self._cfg.train.micro_batch_rows, batches[: self._first_pass(batches)]
+        rows, once = self._cfg.micro_batch_rows, batches[: self._first_pass(batches)]
         checked = once[0].packed.num_tokens
         for batch in once[1:]:
             each = zip(batch.old, batch.micros, batch.packed.micro_batches(rows), strict=True)

@@ -61,9 +61,10 @@ Knob = list[Choice]
 def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     """Replaces every "auto" of a run's memory settings; returns the run and the plan that it fits.
 
-    `model.remat`, `optimizer.offload`, a critic's, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without
-    a device's size (on a CPU) nothing is planned: remat is full, nothing is offloaded, and gradients are float32. With
-    a size, a mesh axis of -1 becomes the number of devices here.
+    `model.remat`, `optimizer.offload`, a critic's, `train.grad_dtype`, `train.micro_batch_rows` and
+    `rollout.engine.memory` may be auto. Without a device's size (on a CPU) nothing is planned: remat is full, nothing
+    is offloaded, gradients are float32, and micro-batches have eight rows. With a size, a mesh axis of -1 becomes the
+    number of devices here.
 
     Args:
       size: bytes of a device (`plan.capacity`).
@@ -88,6 +89,7 @@ def _without_plan(cfg: RunConfig) -> dict[str, Any]:
         "model.remat": cfg.model.remat_or_full,
         "optimizer.offload": cfg.optimizer.offload is True,
         "train.grad_dtype": cfg.train.grad_dtype_or_float32,
+        "train.micro_batch_rows": cfg.micro_batch_rows,
     }
 
 
@@ -194,6 +196,8 @@ def _wider(cfg: RunConfig) -> dict[str, Any] | None:
     return settings if placed.rollout.engine.replicas else None
 
 
+_ROWS = "train.micro_batch_rows"
+_MOST_ROWS = 8  # of a micro-batch on each device
 _TRANSPORT = "rollout.engine.transport"
 _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
 
@@ -225,12 +229,14 @@ def _on_fewer(cfg: RunConfig, size: int) -> _Remedy | None:
     count, least = _divisors(cfg)
     if least == count:
         return None
-    rows = max(1, cfg.train.micro_batch_rows // (least * cfg.mesh.data)) * least * cfg.mesh.data
-    mesh = dataclasses.replace(cfg.mesh, fsdp=least)
+    settings = {"mesh.fsdp": least}
+    if cfg.train.micro_batch_rows != "auto":
+        settings[_ROWS] = max(1, cfg.micro_batch_rows // (least * cfg.mesh.data)) * least * cfg.mesh.data
+    train = dataclasses.replace(cfg.train, micro_batch_rows=settings.get(_ROWS, "auto"))
     with contextlib.suppress(UserError):  # engines on GPUs that the config names may not go with fewer
-        fewer = dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, micro_batch_rows=rows))
+        fewer = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, fsdp=least), train=train)
         if (rest := _smaller(fewer, size)) is not None:
-            return _Remedy({"mesh.fsdp": least, "train.micro_batch_rows": rows} | rest.settings, rest.price)
+            return _Remedy(settings | rest.settings, rest.price)
     return None
 
 
@@ -292,9 +298,10 @@ def _least(cfg: RunConfig, size: int, knobs: Knobs) -> Iterator[Plan | None]:
     """Yields plans of the choices that take the least memory: where none of them fits, nothing does.
 
     Of three choices or more this is the last. Of two it may be either: a state on the host visits the device in whole
-    groups, and masters are rounded for bfloat16 gradients.
+    groups, and masters are rounded for bfloat16 gradients. Of rows it is the first or the last: a single micro-batch
+    needs no accumulator.
     """
-    ours = (knob if len(knob) == 2 else knob[-1:] for knob in knobs.learner)
+    ours = ([knob[0], knob[-1]] if len(knob) == 2 or _ROWS in knob[0].settings else knob[-1:] for knob in knobs.learner)
     for choice in _combined([*ours, *(knob[-1:] for knob in knobs.engine)]):
         changed = _valid(cfg, choice)
         yield None if changed is None else make(changed, size)
@@ -345,6 +352,8 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
         ours.append(_offload(cfg, "critic's optimizer"))
     if cfg.train.grad_dtype == "auto":
         ours.append(_grad_dtype())
+    if cfg.train.micro_batch_rows == "auto":
+        ours.append(_rows(cfg))
     engine = cfg.rollout.engine
     if not isinstance(engine, VllmConfig) or engine.memory != "auto":
         return Knobs(ours, [])
@@ -389,14 +398,14 @@ def _offload(cfg: RunConfig, owner: str) -> Knob:
 
 
 def _rows(cfg: RunConfig) -> Knob:
-    """Fewer rows in a micro-batch, as many on each device."""
+    """Rows of a micro-batch, as many on each device: those given or fewer; for auto, up to eight on each."""
     shards = max(1, cfg.mesh.data * cfg.mesh.fsdp)
-    each = [cfg.train.micro_batch_rows // shards]
-    while each[-1] > 1:
-        each.append(each[-1] // 2)
-    return [
-        Choice(settings={"train.micro_batch_rows": n * shards}, cost=Cost(seconds=0.1 * i)) for i, n in enumerate(each)
-    ]
+    most = cfg.micro_batch_rows // shards
+    if cfg.train.micro_batch_rows == "auto":
+        most = 1 << min(_MOST_ROWS, max(1, costs.rows_of_an_update(cfg) // shards)).bit_length() - 1
+    each = [{_ROWS: (most >> i) * shards} for i in range(most.bit_length())]
+    seconds = [costs.micro_batch_seconds(replaced(cfg, rows)) for rows in each]
+    return [Choice(settings=rows, cost=Cost(seconds=s - min(seconds))) for rows, s in zip(each, seconds, strict=True)]
 
 
 def _code_flips() -> Knob:

@@ -25,6 +25,7 @@ SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and s
 ROUNDING_S = 3600.0  # a step, for the least of the choices that round otherwise
 DECODE_BYTES = 2.5e12  # per second of weights read for a token
 LAUNCH_S = 0.005  # of an engine's step, whatever it reads
+MICRO_LAYER_S = 0.2e-3  # of a layer in a micro-batch, whatever its rows; as fitted in advise/forecast.py
 # Share of the forward that the backward repeats, by `model.remat`.
 REPEATED = {"none": 0.0, "dots": 0.05, "mixer": 0.6, "attention": 0.9, "full": 1.0}
 
@@ -85,6 +86,19 @@ def _token_seconds(cfg: RunConfig) -> float:
 def remat_seconds(cfg: RunConfig, policy: str) -> float:
     """Estimates the seconds per step that recomputation of layers adds; their forward is a third of their update."""
     return update_seconds(cfg, of_layers=True) * REPEATED[policy] / 3
+
+
+def rows_of_an_update(cfg: RunConfig) -> int:
+    """Returns the rows of an update whose responses all have full length."""
+    responses = cfg.train.mini_batch_prompts * cfg.rollout.num_samples_per_prompt
+    fit = cfg.row_len // (cfg.data.prompt_limit + cfg.rollout.max_response_len)
+    return -(-responses // max(1, min(fit, cfg.train.max_segments)))
+
+
+def micro_batch_seconds(cfg: RunConfig) -> float:
+    """Estimates the seconds per step that dividing the updates into micro-batches takes."""
+    micro_batches = cfg.train.updates_per_step * -(-rows_of_an_update(cfg) // cfg.micro_batch_rows)
+    return MICRO_LAYER_S * micro_batches * learner.model_of(cfg).num_layers
 
 
 def offload_seconds(cfg: RunConfig, owner: str) -> float:

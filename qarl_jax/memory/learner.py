@@ -456,7 +456,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     mesh = planned_mesh(cfg) if per_device else None
     shared = held_once(cfg)
     shape: dict[str, Any] = {
-        "rows": cfg.train.micro_batch_rows // batch_shards(mesh),
+        "rows": cfg.micro_batch_rows // batch_shards(mesh),
         "row_len": cfg.row_len,
         "chunk": cfg.train.logprob_chunk,
         "grad_dtype": cfg.train.grad_dtype_or_float32,
@@ -496,7 +496,7 @@ def _add_critic(out: dict[str, int], cfg: RunConfig, mesh: Mesh | AbstractMesh |
     # Its gradient is float32, a layer's beside an accumulator of its own, and it has no logits.
     beside = beside_sums(body, own["body"], mesh, jnp.float32) + nbytes(own["head"], mesh)
     out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32) + beside)
-    positions = cfg.train.micro_batch_rows // batch_shards(mesh) * cfg.row_len
+    positions = cfg.micro_batch_rows // batch_shards(mesh) * cfg.row_len
     segments = cfg.train.max_segments
     needed = layer_activations(body, positions, segments, frozen_experts=_frozen_experts(own["body"]))
     needed += saved_activations(body, positions, segments)

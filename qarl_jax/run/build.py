@@ -152,7 +152,7 @@ def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stage
     """Compiles the learner's programs of a step before the first call; see `Learner.compile_ahead`."""
     moe = learner.config.moe
     return learner.compile_ahead(
-        cfg.train.micro_batch_rows,
+        cfg.micro_batch_rows,
         cfg.row_len_at(step),
         scored=cfg.train.updates_per_step > 1,
         routed=(learner.config.num_layers, moe.num_experts_per_tok) if moe and cfg.rollout.router_replay else None,

@@ -122,7 +122,8 @@ class TrainConfig:
       prompts_per_step: prompts sampled per step.
       prompts_per_update: prompts per optimizer update; 0: all of the step in one update.
       update_epochs: passes over a step's samples.
-      micro_batch_rows: rows per forward/backward pass.
+      micro_batch_rows: rows per forward/backward pass, over all devices; auto: as many as the memory plan finds
+        cheapest, and without a plan 8, or the next multiple of mesh.data x mesh.fsdp.
       row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len (in a rollout stage, the stage's
         limit).
       max_segments: most responses packed into a row; 1: no packing.
@@ -146,7 +147,7 @@ class TrainConfig:
     prompts_per_step: int = 32
     prompts_per_update: int = 0
     update_epochs: int = 1
-    micro_batch_rows: int = 8
+    micro_batch_rows: int | Literal["auto"] = "auto"
     row_len: int = 0
     max_segments: int = 16
     logprob_chunk: int = 2048
@@ -163,7 +164,9 @@ class TrainConfig:
         if not self.compile_cache:
             raise UserError("compile_cache is empty: give auto, off, or a folder.")
         at_least(self, 1, "steps", "prompts_per_step", "update_epochs")
-        at_least(self, 1, "micro_batch_rows", "max_segments", "logprob_chunk")
+        at_least(self, 1, "max_segments", "logprob_chunk")
+        if self.micro_batch_rows != "auto":
+            at_least(self, 1, "micro_batch_rows")
         at_least(self, 0, "prompts_per_update", "row_len")
         if self.prompts_per_update > self.prompts_per_step:
             raise UserError(
@@ -312,11 +315,11 @@ class RunConfig:
                     " differ, and with rollout.num_samples_per_prompt=1 there are none; set one of the two otherwise."
                 )
         shards = self.mesh.data * self.mesh.fsdp
-        if shards > 0 and self.train.micro_batch_rows % shards:
+        if shards > 0 and self.micro_batch_rows % shards:
             raise UserError(
-                f"train.micro_batch_rows={self.train.micro_batch_rows} is not a multiple of mesh.data x mesh.fsdp ="
+                f"train.micro_batch_rows={self.micro_batch_rows} is not a multiple of mesh.data x mesh.fsdp ="
                 f" {shards}, over which the rows are split; set it to"
-                f" {-(-self.train.micro_batch_rows // shards) * shards}."
+                f" {-(-self.micro_batch_rows // shards) * shards}, or to auto."
             )
         engine = self.rollout.engine
         if isinstance(engine, VllmConfig) and self.distributed.is_on:
@@ -503,11 +506,20 @@ class RunConfig:
         return (self.train.steps - waits) * self.train.updates_per_step
 
     @property
+    def micro_batch_rows(self) -> int:
+        """Returns `train.micro_batch_rows`; for auto, unless a memory plan has resolved it, 8 or the next multiple of
+        the devices that share the rows."""
+        if self.train.micro_batch_rows != "auto":
+            return self.train.micro_batch_rows
+        shards = max(1, self.mesh.data * self.mesh.fsdp)
+        return -(-8 // shards) * shards
+
+    @property
     def micro_batches_per_update(self) -> tuple[int, int]:
         """Returns the fewest and the most micro-batches of an update: with full rows, and with one response per row."""
         responses = self.train.mini_batch_prompts * self.rollout.num_samples_per_prompt
-        most = -(-responses // self.train.micro_batch_rows)
-        return -(-responses // (self.train.micro_batch_rows * self.train.max_segments)), most
+        most = -(-responses // self.micro_batch_rows)
+        return -(-responses // (self.micro_batch_rows * self.train.max_segments)), most
 
     @property
     def one_program(self) -> bool:

@@ -41,7 +41,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
         *[("" if number else "note", text) for number, text in enumerate(arm)],
         ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
         ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),
-        ("micro-batch", f"{cfg.train.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
+        ("micro-batch", f"{cfg.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
         ("run", f"{cfg.train.steps} steps = {cfg.train.total_updates} updates = {responses} responses"),
         ("lengths", f"prompt <= {cfg.data.prompt_limit}, response <= {cfg.rollout.max_response_len} tokens"),
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],

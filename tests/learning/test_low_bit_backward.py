@@ -175,5 +175,5 @@ def test_a_dry_run_and_the_memory_plan_know_it(tmp_path):
     assert "gradients" not in description.describe(plain).splitlines()[0]
     assert build.make_learner(low, build.policy_graphdef(low), build.make_mesh(low)).options.backward == "int8"
     of = lambda cfg: on_learner.parts(cfg)["activations (estimate)"]  # noqa: E731
-    positions, widest = low.train.micro_batch_rows * low.row_len, 256  # the MLP's inner width
+    positions, widest = low.micro_batch_rows * low.row_len, 256  # the MLP's inner width
     assert of(low) - of(plain) == 2 * positions * widest

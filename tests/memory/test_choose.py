@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 
 import pytest
 
@@ -99,6 +100,27 @@ def test_a_round_of_sequences_is_not_given_up_for_the_layers_forward():
         words = ["arm=7b_bf16", f"model.path={folder}", "mesh.fsdp=1"]
         settled, _ = choose.settle(config.load("configs/papers/qerl_bigmath.yaml", words), int(79.1 * 2**30))
     assert (settled.model.remat, settled.rollout.engine.max_num_seqs) == ("full", 256)
+
+
+def test_fewer_rows_at_once_are_chosen_before_layers_are_recomputed():
+    """128 responses of 576 tokens in rows of 2,304 on an H200, 8B: four rows at once would repeat all but attention."""
+    with published.folder("Qwen3-8B-Base") as folder:
+        words = [f"model.path={folder}", "mesh.fsdp=1", "train.prompts_per_step=16", "train.prompts_per_update=8"]
+        words += ["train.row_len=2304", "rollout.num_samples_per_prompt=8", "rollout.max_response_len=512"]
+        words += ["data.max_prompt_len=64", "rollout.engine.max_model_len=576", "arm=tbpo", "model.remat=auto"]
+        words += ["model.param_dtype=bfloat16", "optimizer.master_rounding=stochastic", "train.grad_dtype=bfloat16"]
+        chosen = {}
+        for rows in ("4", "auto"):
+            cfg = config.load("configs/papers/qwen3_8b_base.yaml", [*words, f"train.micro_batch_rows={rows}"])
+            settled, made = choose.settle(cfg, int(139.8 * 2**30))
+            chosen[rows] = settled.train.micro_batch_rows, settled.model.remat
+    assert chosen == {"4": (4, "mixer"), "auto": (1, "dots")}
+    assert any(re.match(r"train.micro_batch_rows=1: \+0\.\d s a step", line) for line in made.chosen)
+
+
+def test_without_a_plan_rows_are_a_multiple_of_the_devices():
+    cfg = config.load("configs/papers/qwen3_8b_base.yaml", ["arm=tbpo", "mesh.fsdp=3"])
+    assert choose.settle(cfg, None)[0].train.micro_batch_rows == cfg.micro_batch_rows == 9
 
 
 # ---- no settings are overlooked -------------------------------------------------------------------------------------

@@ -417,7 +417,10 @@ def test_a_dry_run_takes_the_name_of_a_published_model(capsys):
         (["--dry-run", "--gpu-gb", "inf"], "--gpu-gb inf: give the GiB"),
         (["--dry-run", "--gpu-gb", "0.1", "--gpus", "1"], "more than the 0.1 there are"),
         (["--dry-run", "--gpu-gb", "80", "--gpus", "0"], "--gpus 0: plan for at least one GPU"),
-        (["--dry-run", "--gpu-gb", "80", "--gpus", "3"], "mesh.fsdp = 3, over which the rows are split; set it to 9."),
+        (
+            ["--dry-run", "--gpu-gb", "80", "--gpus", "3", "train.micro_batch_rows=8"],
+            "mesh.fsdp = 3, over which the rows are split; set it to 9, or to auto.",
+        ),
         (["--gpus", "8"], "--gpus and --gpu-gb are for --dry-run"),
     ],
 )

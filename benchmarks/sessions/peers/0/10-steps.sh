@@ -28,7 +28,7 @@ peer() { # PEER NAME SECONDS OPTIONS...: with packages of its own, which the oth
 wanted() { [[ " ${ONLY:-$1} " = *" $1 "* ]]; }
 for size in ${SIZES:-4b 8b}; do
   shapes=$size folder=$MODELS/$size-peers dtype=float32 masters=(train.grad_dtype=float32) trl=() verl=(--limit-s 500)
-  peers=() ours=(--batch 128 --response-len 512 --rows 4 --steps 4) best=(--liger --no-checkpointing --micro 8)
+  peers=() ours=(--batch 128 --response-len 512 --steps 4) best=(--liger --no-checkpointing --micro 8)
   [ "$size" = 1.7b ] || trl=(--sleep) # else vLLM does not fit beside the update
   [ "$size" != 8b ] || {
     dtype=bfloat16 masters=(model.param_dtype=bfloat16 optimizer.master_rounding=stochastic)
