@@ -20,21 +20,10 @@ from typing import Any
 import torch
 from qarl_bridge.protocol import split_k
 
-from benchmarks.low_bit_products import layers_of, microseconds
+from benchmarks.low_bit_products import layers_of, microseconds, weight_of
 from benchmarks.shapes import SIZES
 
 FUSED = {"qkv": 3, "gate_up": 2}  # adapters of a layer, one otherwise
-
-
-def weight_of(scheme: str, n: int, k: int) -> tuple[Any, Any, Any]:
-    """Makes a random weight [n, k] as `ops.product` reads it: (weight, scales, factors)."""
-    if scheme == "bf16":
-        return (torch.randn(n, k, device="cuda") * 0.02).bfloat16(), None, None
-    words = torch.randint(-(2**31), 2**31 - 1, (k // 128, n, 16), dtype=torch.int32, device="cuda")
-    if scheme == "w4a16":
-        return words, (torch.rand(k // 128, n, device="cuda") * 0.01).bfloat16(), None
-    scales = torch.randint(64, 120, (k // 16, n), device="cuda").to(torch.uint8).view(torch.float8_e4m3fn)
-    return words, scales, torch.full((n,), 2.0**-12, device="cuda")
 
 
 class Layers:

@@ -1,20 +1,22 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Times the engine's products of low-bit weights with zero points against cuBLAS' in bf16, at a model's shapes.
+"""Times the engine's products of low-bit weights against cuBLAS' in bf16, at a model's shapes.
 
-    python -m benchmarks.low_bit_products --shapes 8b --rows 1 8 256 [--tiles] --out FILE
+    python -m benchmarks.low_bit_products --shapes 8b qwen2.5-32b --rows 1 8 256 [--tiles] --out FILE
 
 The products of a layer (q|k|v, o, gate|up, down) run together in one CUDA graph, over several layers with weights of
 their own; before each replay a write of 256 MB takes what the L2 cache held. Printed per scheme and number of rows:
 microseconds a layer, times bf16 (cuBLAS), share of the GPU's bandwidth, and whether every output has the bits of the
 decoded weights' product. `w2a2` and `w4a4` are timed with the rounding of activations. `--tiles` times each product
-alone, under every tile that fits. On a CPU, where there is nothing of that, the bridge's CPU layers are timed.
+alone, under every tile that fits. On a CPU, where there is nothing of that, the bridge's CPU layers are timed; it has
+none for `w4a16` and `nvfp4`, whose kernels are timed without vLLM's layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -30,6 +32,7 @@ from benchmarks.shapes import SIZES
 
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 SCHEMES = ["w2a16_asym:g32", "w2a16_asym:g64", "w3a16_asym:g32", "w4a16_asym:g32", "w2a2:g32", "w4a4:g32"]
+_DECODED_ROWS = 512  # more rows are multiplied by the decoded weight
 _FLUSH = 256 * 2**20
 Product = Callable[[torch.Tensor], torch.Tensor]
 Tile = tuple[int, int, int, int, int]
@@ -65,10 +68,16 @@ def arrays_of(bits: int, group: int, n: int, k: int, device: str) -> dict[str, t
 def widths_of(scheme: str) -> tuple[int, int, int]:
     """Reads a scheme's name, such as "w2a16_asym:g64": (bits of a weight, group, bits of an activation or 0)."""
     name, _, suffix = scheme.partition(":g")
-    if name == "bf16":
-        return 16, 0, 0
+    if scheme in ("bf16", "nvfp4", "w4a16"):
+        return {"bf16": (16, 0, 0), "nvfp4": (4, 16, 0), "w4a16": (4, 128, 0)}[scheme]
     bits, activations = name.removeprefix("w").partition("_")[0].split("a")
     return int(bits), int(suffix or 32), int(activations) % 16
+
+
+def bytes_of(scheme: str, weights: int) -> float:
+    """Counts the bytes of a number of weights, with their scales and zero points."""
+    bits, group, _ = widths_of(scheme)
+    return 2 * weights if bits == 16 else weights * bits / 8 + (1 if scheme == "nvfp4" else 2) * weights / group
 
 
 def layer_of(scheme: str, n: int, k: int, device: str) -> tuple[Any, torch.nn.Module]:
@@ -86,6 +95,34 @@ def layer_of(scheme: str, n: int, k: int, device: str) -> tuple[Any, torch.nn.Mo
         layer.register_parameter(own, torch.nn.Parameter(value, requires_grad=False))
     kind.process_weights_after_loading(layer)
     return kind, layer
+
+
+def weight_of(scheme: str, n: int, k: int) -> tuple[Any, Any, Any]:
+    """Makes a random weight [n, k] as `ops.product` reads it: (weight, scales, factors)."""
+    if scheme == "bf16":
+        return (torch.randn(n, k, device="cuda") * 0.02).bfloat16(), None, None
+    words = torch.randint(-(2**31), 2**31 - 1, (k // 128, n, 16), dtype=torch.int32, device="cuda")
+    if scheme == "w4a16":
+        return words, (torch.rand(k // 128, n, device="cuda") * 0.01).bfloat16(), None
+    scales = torch.randint(64, 120, (k // 64, n, 4), device="cuda").to(torch.uint8).view(torch.int32).squeeze(-1)
+    return words, scales, torch.full((n,), 2.0**-12, device="cuda")
+
+
+def product_of(scheme: str, n: int, k: int, device: str) -> Product:
+    """Makes the product of an engine's layer with a random weight [n, k]."""
+    if scheme not in ("nvfp4", "w4a16"):
+        kind, layer = layer_of(scheme, n, k, device)
+        return functools.partial(kind.apply_weights, layer)
+    from qarl_bridge.engine.cuda import ops
+
+    words, scale, factor = weight_of(scheme, n, k)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= _DECODED_ROWS:
+            return ops.product(x, words, scale, factor=factor)
+        return ops.product(x, ops.dequantized(words, scale), factor=factor)
+
+    return product
 
 
 def microseconds(run: Callable[[], Any], device: str, repeats: int) -> float:
@@ -129,41 +166,38 @@ def together(
     return microseconds(run, device, repeats) / len(products)
 
 
-def compared(args: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
-    """Times every scheme at every number of rows; yields a row for each, bf16 first."""
-    shapes = layers_of(args.shapes)
+def compared(args: argparse.Namespace, size: str, device: str) -> Iterator[dict[str, Any]]:
+    """Times every scheme at a size's shapes and every number of rows; yields a row for each, bf16 first."""
+    shapes = layers_of(size)
     weights = sum(n * k for n, k in shapes.values())
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     peak = next((speed for name, speed in BANDWIDTH.items() if name in card), None)
-    dense: list[dict[str, Product]] = []
-    for _ in range(args.layers):
-        held = {name: (torch.randn(n, k, device=device) * 0.01).bfloat16() for name, (n, k) in shapes.items()}
-        dense.append({name: lambda x, w=w: torch.nn.functional.linear(x, w) for name, w in held.items()})
-    base = {rows: together(shapes, dense, rows, device, args.repeats) for rows in args.rows}
+    base: dict[int, float] = {}
     for scheme in ("bf16", *args.schemes):
-        bits, group, _ = widths_of(scheme)
-        stored = 2 * weights if bits == 16 else weights * bits / 8 + 2 * weights / group
-        if bits < 16:
-            dense.clear()
-            made = [{n: layer_of(scheme, *s, device) for n, s in shapes.items()} for _ in range(args.layers)]
-            products = [
-                {n: lambda x, k=kind, on=on: k.apply_weights(on, x) for n, (kind, on) in one.items()} for one in made
-            ]
+        products: list[dict[str, Product]] = []
+        for _ in range(args.layers):
+            if scheme == "bf16":
+                held = {name: (torch.randn(n, k, device=device) * 0.01).bfloat16() for name, (n, k) in shapes.items()}
+                products.append({n: lambda x, w=w: torch.nn.functional.linear(x, w) for n, w in held.items()})
+            else:
+                products.append({name: product_of(scheme, *shape, device) for name, shape in shapes.items()})
         for rows in args.rows:
-            us = base[rows] if bits == 16 else together(shapes, products, rows, device, args.repeats)
-            row = {"card": card, "shapes": args.shapes, "scheme": scheme, "rows": rows, "us": round(us, 2)}
-            row |= {"bf16_us": round(base[rows], 2), "times": round(base[rows] / us, 2)}
+            us = together(shapes, products, rows, device, args.repeats)
+            bf16 = base.setdefault(rows, us)
+            row = {"card": card, "shapes": size, "scheme": scheme, "rows": rows, "us": round(us, 2)}
+            row |= {"bf16_us": round(bf16, 2), "times": round(bf16 / us, 2)}
             if peak:
-                row["of_bandwidth"] = round(stored / peak / us * 1e6, 3)
-            if bits < 16 and device == "cuda":
-                row["equal"] = all(equal(*made[0][n], k, rows) for n, (_, k) in shapes.items())
+                row["of_bandwidth"] = round(bytes_of(scheme, weights) / peak / us * 1e6, 3)
+            if scheme != "bf16" and device == "cuda":
+                row["equal"] = all(equal(products[0][name], k, rows) for name, (_, k) in shapes.items())
             yield row
+        products.clear()
 
 
-def equal(kind: Any, layer: torch.nn.Module, k: int, rows: int) -> bool:
+def equal(product: Product, k: int, rows: int) -> bool:
     """Tells whether the outputs of `rows` rows alone have the bits that they have within 1,024 rows."""
     x = torch.randn(1024, k, device="cuda").bfloat16()
-    return torch.equal(kind.apply_weights(layer, x[:rows]), kind.apply_weights(layer, x)[:rows])
+    return torch.equal(product(x[:rows]), product(x)[:rows])
 
 
 def random_words(bits: int, group: int, n: int, k: int) -> Any:
@@ -201,13 +235,13 @@ def compile_tile(job: tuple[int, int, int, int, Tile]) -> None:
         ops.product(torch.zeros(tile[0], k, device="cuda").bfloat16(), random_words(bits, group, n, k), tile=tile)
 
 
-def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def tiles(args: argparse.Namespace, size: str) -> Iterator[dict[str, Any]]:
     """Times each product of the first scheme alone: as it is, with other splits of K, and under all tiles that give its
     bits. All tiles are compiled first, by many processes."""
     from qarl_bridge.engine.cuda import ops
 
     bits, group, _ = widths_of(args.schemes[0])
-    shapes = layers_of(args.shapes)
+    shapes = layers_of(size)
     wanted = {tile for rows in args.rows for tile in tiles_of(rows)}
     jobs = [(bits, group, n, k, tile) for n, k in shapes.values() for tile in sorted(wanted)]
     with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1)) as pool:
@@ -219,7 +253,7 @@ def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             x = torch.randn(rows, k, device="cuda").bfloat16()
             y = ops.product(x, words[0])
             found = [(us, tile) for tile in tiles_of(rows) if (us := timed(words, x, tile, like=y)) is not None]
-            row = {"layer": layer, "n": n, "k": k, "rows": rows, "splits": split_k.splits_of(n, k)}
+            row = {"shapes": size, "layer": layer, "n": n, "k": k, "rows": rows, "splits": split_k.splits_of(n, k)}
             parts = {str(splits): timed(words, x, None, splits) for splits in (1, 2, 4, 8)}
             yield row | {"us": timed(words, x, None), "by_splits": parts, "best": sorted(found)[:8]}
 
@@ -247,7 +281,7 @@ def timed(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.low_bit_products", description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", choices=SIZES, default="8b")
+    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=["8b"])
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 256])
     parser.add_argument("--layers", type=int, default=8, help="with weights of their own")
@@ -256,10 +290,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="write the rows there, one JSON object a line")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and {"nvfp4", "w4a16"} & set(args.schemes):
+        parser.error("the products of nvfp4 and w4a16 need a Hopper GPU (H100, H200)")
     rows = []
-    for row in tiles(args) if args.tiles else compared(args, device):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    for size in args.shapes:
+        for row in tiles(args, size) if args.tiles else compared(args, size, device):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

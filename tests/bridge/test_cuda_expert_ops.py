@@ -95,13 +95,14 @@ def test_words_of_floats_have_a_factor_for_each_output(run):
         x = torch.randn(M, D).half()
         codes = torch.randint(0, 16, (E, F, D))
         packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        scale = (torch.rand(E, D // 16, F) * 4).to(torch.float8_e4m3fn)
+        scale = (torch.rand(E, F, D // 16) * 4).to(torch.float8_e4m3fn)
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        served = torch.cat([values, -values])[codes] * scale.float().transpose(1, 2).repeat_interleave(16, -1)
+        served = torch.cat([values, -values])[codes] * scale.float().repeat_interleave(16, -1)
         factor = torch.rand(E, F) / 10
         found = dict(zip(("copies", "experts", "end"), align(ids, 16, E)))
         options = dict(factor=factor, top=k, number=M * k, height=16, out_dtype=torch.float16)
-        got = own.product(x, ops.interleaved(packed.view(torch.int32)), scale, **found, **options)
+        words = ops.interleaved(packed.view(torch.int32), floats=True)
+        got = own.product(x, words, scale.view(torch.int32).transpose(1, 2).contiguous(), **found, **options)
         assert torch.equal(got, own.product(x, served.half(), None, **found, **options))
         first = (x[0].float() @ served[ids[0, 0]].t()) * factor[ids[0, 0]]
         torch.testing.assert_close(got[0].float(), first, rtol=2e-3, atol=2e-3)
@@ -152,7 +153,7 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         names = dict(copies_ptr="*i32", experts_ptr="*i32", end_ptr="*i32", s_x_ptr="*fp32", f_ptr="*fp32",
                      y_ptr="*bf16", COPIES="i32", N="i32", K="i32")
         words, scales = "tensordesc<i32[64, 16]>", "tensordesc<bf16[1, 64]>"
-        floats = "tensordesc<fp8e4nv[8, 64]>"
+        floats = "tensordesc<i32[2, 64]>"
         for x, w, s, kind, total, int4, core in (
             ("*bf16", "tensordesc<bf16[64, 128]>", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
             ("*bf16", words, scales, tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
@@ -160,7 +161,7 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
             ("*fp8e4nv", "tensordesc<fp8e4nv[64, 128]>", "*fp32", tl.float16, tl.float32, False, "f32.f16.f16"),
             ("*i8", "tensordesc<i8[64, 128]>", "*fp32", tl.int8, tl.int32, False, "s32.s8.s8"),
         ):
-            group = 16 if s == floats else 128
+            group = 64 if s == floats else 128
             static = dict(TOP=8, INT4=int4, SCALED=False, FACTOR=s == floats, GROUP=group, AS=kind, SUM=total)
             static |= dict(BM=16, BN=64, BK=128)
             signature = dict(x_ptr=x, w=w, s=s, **names) | dict.fromkeys(static, "constexpr")

@@ -104,14 +104,35 @@ def test_interleaved_words_are_decoded_to_what_they_stand_for(run):
     """)
 
 
+def test_every_code_with_every_scale_is_rounded_once(run):
+    run("""
+        FLOAT = tl.float32
+        bits = torch.arange(128, 127 + 121 << 7).view(128, 247)  # of normal bfloat16 below 2^121
+        scale = bits.to(torch.int16).view(torch.bfloat16)
+        codes = (torch.arange(16).repeat(128) + torch.arange(247)[:, None]) % 16 - 8
+        words = ((codes + 8).view(247, 256, 8) << (4 * torch.arange(8))).sum(-1).to(torch.int32)
+        want = (codes * scale.t().float().repeat_interleave(16, 1)).bfloat16()
+        found = ops.dequantized(ops.interleaved(words), scale)
+        assert torch.equal(found, want)
+        few = torch.cat([scale[::9], -scale[::9]])[: 2048 // 128]  # a scale for 128 inputs
+        want = (codes * few.t().float().repeat_interleave(128, 1)).bfloat16()
+        found = ops.dequantized(ops.interleaved(words), few.contiguous())
+        assert torch.equal(found.view(torch.int16), want.view(torch.int16))
+    """)
+
+
 def test_words_of_floats_are_decoded_to_what_they_stand_for(run):
     run("""
-        codes = torch.randint(0, 16, (72, 512))
+        # Every code with every scale that is not negative; a row's groups each have all codes.
+        rows = torch.arange(128)[:, None]
+        codes = (rows + torch.arange(512)) % 16
+        scale = ((rows + torch.arange(32)) % 127).to(torch.uint8).view(torch.float8_e4m3fn)
         packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        scale = (torch.rand(32, 72) * 448).to(torch.float8_e4m3fn)
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        want = torch.cat([values, -values])[codes] * scale.float().t().repeat_interleave(16, 1)
-        assert torch.equal(ops.dequantized(ops.interleaved(packed.view(torch.int32)), scale).float(), want)
+        want = torch.cat([values, -values])[codes] * scale.float().repeat_interleave(16, 1)
+        words = ops.interleaved(packed.view(torch.int32), floats=True)
+        found = ops.dequantized(words, scale.view(torch.int32).t().contiguous()).float()
+        assert torch.equal(found, want) and torch.equal(found.signbit(), want.signbit())
     """)
 
 
@@ -142,16 +163,22 @@ def test_an_addend_meets_the_rounded_product(run):
     """)
 
 
-def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
+def test_words_in_parts_and_blocks_of_any_size_are_multiplied_as_what_they_stand_for(run):
     run("""
-        m, n, k = 70, 192, 1280
-        x, scale = torch.randn(m, k).half(), torch.randint(2, 9, (k // 128, n)).bfloat16() / 4
-        mixed = ops.interleaved(torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int())
-        options = {"splits": 2, "out_dtype": torch.float32}
-        found = [ops.product(x, mixed, scale, split=split, **options) for split in (False, True)]
-        assert torch.equal(*found)
-        want = x.float() @ ops.dequantized(mixed, scale).float().t()
-        torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-3)
+        m, n, k = 70, 192, 2048
+        x, packed = torch.randn(m, k).half(), torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
+        # Of floats' words four scales are one: 64 inputs.
+        for group, floats in ((32, False), (128, False), (256, False), (1024, False), (64, True)):
+            mixed = ops.interleaved(packed, floats=floats)
+            scale = torch.randint(2, 9, (k // group, n)).bfloat16() / 4
+            if floats:
+                scale = torch.randint(40, 80, (k // group, n, 4)).to(torch.uint8).view(torch.int32).squeeze(-1)
+            want = x.float() @ ops.dequantized(mixed, scale).float().t()
+            options = {"splits": 2, "out_dtype": torch.float32}
+            for tile in ((16, 64, 256, 4, 2), (128, 64, 512, 4, 2), None):
+                found = [ops.product(x, mixed, scale, split=split, tile=tile, **options) for split in (False, True)]
+                assert torch.equal(*found)
+                torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-2)
     """)
 
 

@@ -12,6 +12,7 @@ from qarl_bridge.protocol import split_k
 
 from qarl_jax import quant
 from qarl_jax.models.layers import lookup
+from qarl_jax.quant.schemes import nvfp4_words
 from tests.reference import quant_reference
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (896, 4864), (1152, 896)], ids=str)
 def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
     torch = pytest.importorskip("torch")
-    from qarl_bridge.engine.cuda import ops
+    from qarl_bridge.engine.cuda import asym_ops, ops
 
     from qarl_jax.kernels import product_hopper
 
@@ -42,6 +43,9 @@ def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
         dense = ops.product(x_t, served)
         for rows in (1, 17, 64, 128, 200, 2048):
             assert torch.equal(ops.product(x_t[:rows], words, scale), dense[:rows])
+        if asym_ops.in_whole(256, k, split_k.splits_of(n, k)):
+            for tile in ((16, 64, 256, 4, 3), (64, 128, 256, 8, 2)):
+                assert torch.equal(ops.product(x_t[:200], words, scale, tile=tile), dense[:200])
     splits = split_k.splits_of(n, k)
     mine = jax.jit(functools.partial(product_hopper.float_product, splits=splits))(x, w)
     assert torch.equal(torch.from_dlpack(mine), whole)
@@ -66,9 +70,9 @@ def learners(x, w, qt, bias):
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased):
     torch = pytest.importorskip("torch")
-    from qarl_bridge.engine.cuda import nvfp4, ops
+    from qarl_bridge.engine.cuda import asym_ops, nvfp4, ops
 
-    n, _ = shape
+    n, k = shape
     x, w, bias = layer(shape, least=1e-7)
     bias = bias if biased else None
     qt = quant.quantize(w, quant.parse_scheme("nvfp4"))
@@ -78,10 +82,16 @@ def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased)
     decoded = ops.dequantized(words, turned)
     assert not decoded[-1].any()  # flushed
     assert torch.equal(decoded.float(), torch.from_dlpack(quant.schemes.nvfp4.decoded(qt)))
+    assert torch.equal(words, torch.from_dlpack(nvfp4_words.words(qt.codes)))
+    assert torch.equal(turned, torch.from_dlpack(nvfp4_words.turned(qt.scales)))
     x_t, bias_t = torch.from_dlpack(x), None if bias is None else torch.from_dlpack(bias)
     whole = ops.product(x_t, decoded, bias=bias_t, factor=factor)
     for rows in (1, 17, 64, 128, 200, 2048):
         assert torch.equal(ops.product(x_t[:rows], words, turned, bias_t, factor=factor), whole[:rows])
+    if asym_ops.in_whole(256, k, split_k.splits_of(n, k)):
+        for tile in ((16, 64, 256, 4, 3), (64, 128, 256, 8, 2)):
+            found = ops.product(x_t[:200], words, turned, bias_t, factor=factor, tile=tile)
+            assert torch.equal(found, whole[:200])
     assert torch.equal(torch.from_dlpack(learners(x, w, qt, bias)), whole)
 
 

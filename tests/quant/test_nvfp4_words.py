@@ -72,13 +72,21 @@ def test_forward_and_gradients_are_those_of_the_published_weight_to_the_bit(weig
 
 
 def test_words_are_those_of_the_engines_definition(weights):
-    """Nibble i + 4 e of word 4 t + 2 f + h is input 64 h + 16 i + 8 f + 2 t + e."""
+    """Pair i of word 4 t + 2 f + h has inputs 64 h + 16 i + 8 f + 2 t and the next, as bfloat16 of 2^-126."""
     codes = np.asarray(weights[0].codes[0])
     single = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)  # a code per input
     words = np.asarray(nvfp4_words.words(weights[0].codes)[0]).view(np.uint32)
-    for h, i, f, t, e in np.ndindex(2, 4, 2, 4, 2):
-        nibbles = words[:, :, 4 * t + 2 * f + h] >> np.uint32(4 * (i + 4 * e)) & 15
-        assert np.array_equal(nibbles.T, single[:, 64 * h + 16 * i + 8 * f + 2 * t + e :: 128])
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([values, -values])
+    for h, f, t in np.ndindex(2, 2, 4):
+        w = words[:, :, 4 * t + 2 * f + h]
+        rotated = [w >> n | w << 32 - n for n in (6, 3)]
+        for i, pair in enumerate((w, *rotated, (w & 0x1B001B) * np.uint32(0x4108))):
+            for e in range(2):
+                half = ((pair & 0x81C081C0) >> 16 * e & 0xFFFF).astype(np.uint16).view(jnp.bfloat16)
+                expected = values[single[:, 64 * h + 16 * i + 8 * f + 2 * t + e :: 128]]
+                assert np.array_equal(half.T.astype(float) * 2.0**126, expected)
+                assert np.array_equal(np.signbit(half.T), np.signbit(expected))
 
 
 @pytest.mark.slow
@@ -104,4 +112,4 @@ def test_scales_reach_a_gpus_loop_over_layers_as_they_lie(shared):
     lowered = jax.jit(total).trace(jnp.float32(0), shared[1]).lower(lowering_platforms=("cuda",))
     (line,) = [line for line in lowered.as_text().splitlines() if "@LayoutConstraint" in line]
     assert "result_layouts = [dense<[1, 0]>" in line  # the last dimension is the minor one
-    assert f"tensor<{K // 16}x{WIDTHS[1]}xui8>" in line
+    assert f"tensor<{K // 64}x{WIDTHS[1]}xi32>" in line

@@ -33,22 +33,29 @@ def both(binary):
         return binary(*given).astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
     return lambda *words: half(*(w & 0xFFFF for w in words)) | half(*(w >> 16 for w in words)) << 16
 
+def lop3(a, b, c, table):
+    y = np.zeros_like(a)
+    for row in range(8):  # of the table of truth: a, b, c
+        if table >> row & 1:
+            y |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    return y
+
 FLOAT = tl.float16
 INSTRUCTIONS = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
-    "and.b32": lambda a, b: a & b,
+    "shf.r.wrap.b32": lambda low, high, n: low >> n | high << 32 - n,
     "mul.lo.u32": lambda a, b: a * b,
-    "lop3.b32": lambda a, b, c, table: (a & b) | c,
+    "and.b32": lambda a, b: a & b,
+    "lop3.b32": lambda a, b, c, table: lop3(a, b, c, int(table)),
     "mov.b32": lambda a: a,
-    "add.rn.bf16x2": both(lambda a, b: a + b),
-    "sub.rn.bf16x2": both(lambda a, b: a - b),
     "mul.rn.bf16x2": both(lambda a, b: a * b),
+    "fma.rn.bf16x2": both(lambda a, b, c: a * b + c),
 }
 
 def bits_of(x):
     data = np.asarray(x.handle.data)
-    if data.dtype == np.float32:
+    if data.dtype.kind == "f":
         assert (data.astype(ml_dtypes.bfloat16) == data).all()
         data = data.astype(ml_dtypes.bfloat16).view(np.uint16)
     return data.view(f"u{data.dtype.itemsize}").astype(np.uint32)
@@ -72,7 +79,6 @@ def assembled(program, kinds, args, dtype, is_pure, pack):
                 values.append(held[low] | held[high] << 16)
             else:
                 values.append(held[one] if one in held else np.uint32(int(one, 0)))
-        assert name != "lop3.b32" or values[3] == 0xEA
         result = INSTRUCTIONS[name](*values)
         if to.startswith("{"):
             low, high = to.strip("{}").split(", ")

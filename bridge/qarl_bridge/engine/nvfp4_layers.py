@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import c
 @dataclasses.dataclass(frozen=True)
 class Given:
     """The weights of one layer in the trainer's memory (`protocol/one_base.py`). words: int32 [K/128, N, 16]. scales:
-    uint8 [K/16, N]. divisors: float32 [parts]. bias: bfloat16 [N] or None. widths: each part's number of outputs."""
+    int32 [K/64, N]. divisors: float32 [parts]. bias: bfloat16 [N] or None. widths: each part's number of outputs."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -87,11 +87,12 @@ def factors(divisors: torch.Tensor, widths: list[int]) -> torch.Tensor:
 
 
 def packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts words int32 [K/128, N, 16] and scales uint8 [K/16, N] to published uint8 [N, K/2] and e4m3 [N, K/16]."""
+    """Converts words int32 [K/128, N, 16] and scales int32 [K/64, N] to published uint8 [N, K/2] and e4m3 [N, K/16]."""
     blocks, n, _ = words.shape
-    split = words.view(blocks, n, 4, 2, 2)  # t f h
-    pairs = [((split >> 4 * i) & 15) | (((split >> 4 * i + 16) & 15) << 4) for i in range(4)]
-    codes = torch.stack(pairs, dim=-1).to(torch.uint8).permute(1, 0, 4, 5, 3, 2)  # n block h i f t
+    w = words.view(blocks, n, 4, 2, 2)  # t f h
+    pairs = (w, w >> 6 & 0x3FFFFFF | w << 26, w >> 3 & 0x1FFFFFFF | w << 29, (w & 0x1B001B) * 0x4108)
+    bytes_ = [(p >> 6 & 7 | p >> 12 & 8 | p >> 18 & 0x70 | p >> 24 & 0x80).to(torch.uint8) for p in pairs]
+    codes = torch.stack(bytes_, dim=-1).permute(1, 0, 4, 5, 3, 2)  # n block h i f t
     return codes.reshape(n, 64 * blocks), scales.t().contiguous().view(torch.float8_e4m3fn)
 
 

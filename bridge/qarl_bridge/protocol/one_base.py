@@ -6,11 +6,20 @@ The trainer allocates a buffer for each kind of fused module (q, k and v; gate a
 writes the weights in the layout of the engine's kernels, and computes with them, too. The engine reads the file
 `base.json` at its start and maps the buffers; no version brings their weights.
 
-    words      int32 [layers, K/128, N, 16]     of 128 inputs: nibble i + 4 e of word 4 t + 2 f + h is the code of input
-                                                64 h + 16 i + 8 f + 2 t + e
-    scales     e4m3 [layers, K/16, N], as uint8; 0 where a scale is below 2^-6
+    words      int32 [layers, K/128, N, 16]     of 128 inputs: pair i of word 4 t + 2 f + h has the codes of inputs
+                                                64 h + 16 i + 8 f + 2 t and the next
+    scales     int32 [layers, K/64, N]          four e4m3 scales, of 16 inputs each, the first in the lowest byte; 0
+                                                where a scale is below 2^-6
     divisors   float32 [layers, parts], the global scale g of each linear layer that a module fuses
     bias       bfloat16 [layers, N], where the module has one
+
+A decoder needs each pair as a register of two bfloat16: the sign in bit 15 of each half, the code's other bits in bits
+6 to 8, and 0 elsewhere. A word w holds pairs so that eight instructions make all four:
+
+    pair 0   w & mask                                      mask 0x81c081c0
+    pair 1   (w rotated to the right by 6) & mask
+    pair 2   (w rotated to the right by 3) & mask
+    pair 3   ((w & 0x1b001b) * 0x4108) & mask
 """
 
 from __future__ import annotations
@@ -65,7 +74,7 @@ def arrays(layers: int, outputs: list[int], inputs: int, *, has_bias: bool) -> d
     n = sum(outputs)
     listed = {
         "words": ("int32", (inputs // INPUTS, n, 16)),
-        "scales": ("uint8", (inputs // 16, n)),
+        "scales": ("int32", (inputs // 64, n)),
         "divisors": ("float32", (len(outputs),)),
     } | ({"bias": ("bfloat16", (n,))} if has_bias else {})
     found, end = {}, 0

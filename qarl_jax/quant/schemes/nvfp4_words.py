@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float, Int32, UInt8, UInt32
 from qarl_bridge.protocol import formats, one_base
 
 from qarl_jax.numerics.engine import Numerics
@@ -31,7 +31,7 @@ _BYTES = one_base.INPUTS // 2  # of a block's codes
 class Config(nvfp4.Config):
     """The scheme of outputs `first` to `end` of a fused weight with N' outputs, in the engine's layout.
 
-    Arrays: codes int32 [..., K/128, N', 16], scales uint8 [..., K/16, N'], and the slice's divisor float32 [..., 1, 1].
+    Arrays: codes int32 [..., K/128, N', 16], scales int32 [..., K/64, N'], and the slice's divisor float32 [..., 1, 1].
     Configs cannot name this scheme and it is never published: QTensors of nvfp4 are converted to it.
     """
 
@@ -62,16 +62,30 @@ def words(codes: UInt8[Array, "*L N _"]) -> Int32[Array, "*L B N 16"]:
     *lead, n, size = codes.shape
     pairs = codes.reshape(*lead, n, size // _BYTES, 2, 4, 2, 4).astype(jnp.uint32)  # h i f t
     spread = (pairs & 15) | ((pairs >> 4) << 16)
-    made = sum(spread[..., i, :, :] << jnp.uint32(4 * i) for i in range(4))  # n block h f t
+    spread = ((spread & 0x70007) << 6) | ((spread & 0x80008) << 12)
+    first, second, third, last = (spread[..., i, :, :] for i in range(4))
+    made = first | _rotated(second, 26) | _rotated(third, 29)
+    made |= ((last >> 3) & 0x180018) | ((last >> 8) & 0x10001) | ((last >> 14) & 0x20002)  # n block h f t
     at = len(lead)
     ordered = jnp.transpose(made, (*range(at), at + 1, at, at + 4, at + 3, at + 2))
     return lax.bitcast_convert_type(ordered.reshape(*lead, size // _BYTES, n, 16), jnp.int32)
 
 
-def turned(scales: Float[Array, "*L N G"]) -> UInt8[Array, "*L G N"]:
-    """Transposes e4m3 scales of nvfp4 [..., N, K/16] to the engine's bytes [..., K/16, N]; below 2^-6 they become 0."""
+def _rotated(w: UInt32[Array, "*S"], places: int) -> UInt32[Array, "*S"]:
+    """Rotates words to the right."""
+    return (w >> places) | (w << 32 - places)
+
+
+def _byte(pair: UInt32[Array, "*S"]) -> UInt8[Array, "*S"]:
+    """Packs a pair of codes, as the engine decodes it, into a byte."""
+    return ((pair >> 6 & 7) | (pair >> 12 & 8) | (pair >> 18 & 0x70) | (pair >> 24 & 0x80)).astype(jnp.uint8)
+
+
+def turned(scales: Float[Array, "*L N G"]) -> Int32[Array, "*L H N"]:
+    """Packs e4m3 scales of nvfp4 [..., N, K/16] into the engine's int32 [..., K/64, N]; below 2^-6 they become 0."""
     kept = jnp.where(scales.astype(jnp.float32) < nvfp4.FLUSHED, jnp.zeros_like(scales), scales)
-    return jnp.swapaxes(lax.bitcast_convert_type(kept, jnp.uint8), -1, -2)
+    kept = lax.bitcast_convert_type(kept, jnp.uint8).reshape(*scales.shape[:-1], -1, 4)
+    return jnp.swapaxes(lax.bitcast_convert_type(kept, jnp.int32), -1, -2)
 
 
 def unpacked(qt: QTensor) -> QTensor:
@@ -80,13 +94,14 @@ def unpacked(qt: QTensor) -> QTensor:
     rows = slice(scheme.first, scheme.end)
     held = lax.bitcast_convert_type(qt.codes[..., rows, :], jnp.uint32)
     *lead, blocks, n, _ = held.shape
-    split = held.reshape(*lead, blocks, n, 4, 2, 2)  # t f h
-    pairs = [((split >> 4 * i) & 15) | (((split >> 4 * i + 16) & 15) << 4) for i in range(4)]
-    stacked = jnp.stack(pairs, axis=-1).astype(jnp.uint8)  # block n t f h i
+    w = held.reshape(*lead, blocks, n, 4, 2, 2)  # t f h
+    pairs = w, _rotated(w, 6), _rotated(w, 3), (w & 0x1B001B) * jnp.uint32(0x4108)
+    stacked = jnp.stack([_byte(pair) for pair in pairs], axis=-1)  # block n t f h i
     at = len(lead)
     ordered = jnp.transpose(stacked, (*range(at), at + 1, at, at + 4, at + 5, at + 3, at + 2))
     # Left to choose a layout, XLA copies the scales of all layers into that of the turned ones before it loops.
     lying = with_layout_constraint(qt.scales[..., rows], Layout(tuple(range(qt.scales.ndim))))
-    scales = lax.bitcast_convert_type(jnp.swapaxes(lying, -1, -2), jnp.float8_e4m3fn)
+    four = lax.bitcast_convert_type(jnp.swapaxes(lying, -1, -2), jnp.float8_e4m3fn)
+    scales = four.reshape(*lead, n, blocks * one_base.INPUTS // 16)
     arrays = {"codes": ordered.reshape(*lead, n, blocks * _BYTES), "scales": scales}
     return QTensor(arrays | {"divisor": qt.arrays["divisor"]}, nvfp4.Config())

@@ -10,12 +10,13 @@ upper half of a word. A word holds four codes of eight bits, or 16 of two bits:
     8       2 x 4                      2 h + i'        8 i'
     4       2 x 2                      4 h + i'        4 i'
     2       2 x 1                      i'              2 i'
-    1       1                          i'              i' + 8 f
+    1       1                          i'              2 i' + f
 
-A three-bit code is split into words of its upper two bits and of its lowest bit. Weights are decoded in pairs: the bits
-of a code become mantissa bits of a bfloat16 whose exponent scales them to eight bits, code 2^(8 - bits); then the power
-of two of the implicit leading bit is subtracted. q - z is an integer of eight bits, exact in bfloat16, and its product
-with s t is rounded once. Two-bit codes lie at three places of a mantissa, so two shifts serve a word's eight pairs.
+A three-bit code is split into words of its upper two bits and of its lowest bit. Weights are decoded in pairs, at three
+instructions a pair and a few for each word. The lowest eight bits of a bfloat16 whose other bits are 0 are an integer,
+in units of 2^-133. So one multiplication and addition makes (q - z) 2^-n of a masked code, wherever it lies in these
+bits. A code is scaled to eight bits, code 2^(8 - bits); q - z is an integer of eight bits, exact in bfloat16. Its
+product with s t 2^n is rounded once; s t is below 2^100.
 
 Scales and zero points of the P groups in 128 inputs lie side by side, s first: 16, 32, 64 or 128 bits for each output.
 
@@ -39,72 +40,65 @@ _STEP = tl.constexpr(split_k.STEP)
 _ROWS = 8  # gathered outputs come by so many, for the tensor memory accelerator's rows of 16 bytes
 
 
-def _bf16x2(power: int) -> str:
-    """Formats the bfloat16 2^power, in both halves of a register, as a PTX constant."""
-    return f"0x{(127 + power) << 7:04x}{(127 + power) << 7:04x}"
+def _bf16x2(power: int, sign: int = 0) -> str:
+    """Formats the bfloat16 2^power, negative if sign is 1, in both halves of a register, as a PTX constant."""
+    half = sign << 15 | (127 + power) << 7
+    return f"0x{half:04x}{half:04x}"
 
 
-def _less(power: int, register: str = "p") -> list[str]:
-    """Writes PTX that subtracts 2^power from both halves of a register."""
-    return [f"mov.b32 k, {_bf16x2(power)};", f"sub.rn.bf16x2 {register}, {register}, k;"]
+def _shift(bits: int) -> int:
+    """Returns n: a decoded integer of eight bits is made as (q - z) 2^-n, and its scale as s t 2^n."""
+    return 14 - bits
 
 
-def _bytes(register: str) -> list[str]:
-    """Writes PTX that converts the lower byte of each half of a register to bfloat16, exactly."""
-    return [
-        f"and.b32 c, {register}, 0x00800080;",
-        f"lop3.b32 {register}, {register}, 0x007f007f, {_bf16x2(7)}, 0xea;",
-        "mul.lo.u32 c, c, 0x86;",  # 128 as a bfloat16, where that bit is set
-        *_less(7, register),
-        f"add.rn.bf16x2 {register}, {register}, c;",
-    ]
+def _fields(bits: int) -> tuple[list[str], list[tuple[str, int]]]:
+    """Returns PTX that shifts a word, and for each of its pairs the register and the place of the codes in it.
 
-
-def _pair(i: int, bits: int) -> list[str]:
-    """Writes PTX that puts the two codes of pair i of a word into p, scaled to eight bits."""
-    if bits == 8:
-        return [f"shr.u32 p, w, {8 * i};", *_bytes("p")]
-    width, places = (4, 1) if bits == 4 else (2, 3)
-    place, unit = width * (i % places), 8 - width
-    mask = (2**width - 1) << place
-    made = [f"shr.u32 c, w, {width * i};"] if place == 0 else []
-    made += [f"lop3.b32 p, c, 0x{mask:04x}{mask:04x}, {_bf16x2(7 - place + unit)}, 0xea;", *_less(7 - place + unit)]
-    if bits == 3:
-        last = min(i, 6)
-        made += [f"shr.u32 l, v, {i - last};"]
-        made += [f"lop3.b32 l, l, 0x{1 << last:04x}{1 << last:04x}, {_bf16x2(7 - last + 5)}, 0xea;"]
-        made += [*_less(7 - last + 5, "l"), "add.rn.bf16x2 p, p, l;"]
-    return made
+    A place is in the lowest eight bits of each half."""
+    if bits != 3:
+        pairs = min(8, 16 // bits)
+        return ["shr.u32 c, w, 8;"], [("wc"[i * bits // 8], i * bits % 8) for i in range(pairs)]
+    # Of even pairs in c and of odd ones in d: the upper bits at 2 and 1 of every four, and the lowest at 0.
+    lines = ["shl.b32 c, w, 1;", "lop3.b32 c, c, v, 0x66666666, 0xe4;"]
+    lines += ["shr.u32 d, w, 1;", "shr.u32 v, v, 2;", "lop3.b32 d, d, v, 0x66666666, 0xe4;"]
+    lines += ["shr.u32 e, c, 8;", "shr.u32 f, d, 8;"]
+    return lines, [("cdef"[i // 4 * 2 + i % 2], i // 2 % 2 * 4) for i in range(8)]
 
 
 def _program(lines: list[str], outputs: int, words: int, halves: int) -> tuple[tl.constexpr, tl.constexpr]:
     """Returns a PTX program, and its operand constraints: 16-bit outputs, 32-bit words, 16-bit halves."""
-    text = "{\n.reg .b32 w, v, c, l, k, p, s, z;\n" + "\n".join(lines) + "\n}"
+    text = "{\n.reg .b32 w, v, c, d, e, f, k, p, s, z;\n" + "\n".join(lines) + "\n}"
     return tl.constexpr(text), tl.constexpr(",".join(["=h"] * outputs + ["r"] * words + ["h"] * halves))
 
 
 def _decoder(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Makes the PTX program that decodes a word (with the word of lowest bits, s t and z) to its weights."""
-    pairs = {8: 2, 4: 4}.get(bits, 8)
-    first = 2 * pairs
-    lines = [f"mov.b32 w, ${first};", f"mov.b32 v, ${first + 1};"]
-    for i in range(pairs):
-        s, z = first + 2 + i, first + 2 + pairs + i
-        lines += [f"mov.b32 s, {{${s}, ${s}}};", f"mov.b32 z, {{${z}, ${z}}};", *_pair(i, bits)]
-        lines += ["sub.rn.bf16x2 p, p, z;", "mul.rn.bf16x2 p, p, s;", f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p;"]
+    """Makes the PTX program that decodes a word (with the word of lowest bits) to its weights.
+
+    Scales and zero points are those of `_levels`."""
+    lines, fields = _fields(bits)
+    first = 2 * len(fields)
+    lines = [f"mov.b32 w, ${first};", f"mov.b32 v, ${first + 1};", *lines]
+    for i, (register, place) in enumerate(fields):
+        s, z, mask = first + 2 + i, first + 2 + len(fields) + i, (2**bits - 1) << place
+        lines += [f"mov.b32 s, {{${s}, ${s}}};", f"mov.b32 z, {{${z}, ${z}}};"]
+        lines += [f"and.b32 p, {register}, 0x{mask:04x}{mask:04x};", f"mov.b32 k, {_bf16x2(127 - place)};"]
+        lines += ["fma.rn.bf16x2 p, p, k, z;", "mul.rn.bf16x2 p, p, s;", f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p;"]
     return _program(lines, first, 2, first)
 
 
-def _levels() -> tuple[tl.constexpr, tl.constexpr]:
-    """Makes the PTX program that turns four e4m3 scales s, four zero points z, t and middle into s t and z - middle.
+def _levels(bits: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """Makes the PTX program that turns four e4m3 scales s, four zero points z, t and middle into levels.
 
-    A scale's bits become the last exponent bits and the first mantissa bits of a bfloat16, which is s 2^-120."""
-    lines = ["mov.b32 s, {$10, $10};", "mov.b32 z, {$11, $11};"]
+    These are s t 2^n and (middle - z) 2^-n, n = `_shift`; middle comes as middle 2^-n. A scale's bits become the last
+    exponent bits and the first mantissa bits of a bfloat16, which is s 2^-120."""
+    n = _shift(bits)
+    lines = ["mov.b32 s, {$10, $10};", f"mov.b32 k, {_bf16x2(n)};", "mul.rn.bf16x2 s, s, k;", "mov.b32 z, {$11, $11};"]
     for odd in (0, 1):
-        lines += [f"{('shl', 'shr')[odd]}.b32 p, $8, 4;".replace("shr.b32", "shr.u32"), "and.b32 p, p, 0x0ff00ff0;"]
+        lines += [f"{('shl.b32', 'shr.u32')[odd]} p, $8, 4;", "and.b32 p, p, 0x0ff00ff0;"]
         lines += [f"mov.b32 k, {_bf16x2(120)};", "mul.rn.bf16x2 p, p, k;", "mul.rn.bf16x2 p, p, s;"]
         lines += [f"mov.b32 {{${odd}, ${2 + odd}}}, p;"]
-        lines += [f"shr.u32 p, $9, {8 * odd};", *_bytes("p"), "sub.rn.bf16x2 p, p, z;"]
+        lines += [f"shr.u32 p, $9, {8 * odd};", "and.b32 p, p, 0x00ff00ff;"]
+        lines += [f"mov.b32 k, {_bf16x2(133 - n, 1)};", "fma.rn.bf16x2 p, p, k, z;"]
         lines += [f"mov.b32 {{${4 + odd}, ${6 + odd}}}, p;"]
     return _program(lines, 8, 2, 2)
 
@@ -113,14 +107,20 @@ _TWO, _TWO_KINDS = _decoder(2)
 _THREE, _THREE_KINDS = _decoder(3)
 _FOUR, _FOUR_KINDS = _decoder(4)
 _EIGHT, _EIGHT_KINDS = _decoder(8)
-_LEVELS, _LEVELS_KINDS = _levels()
+_LEVELS_TWO, _LEVELS_KINDS = _levels(2)
+_LEVELS_THREE, _ = _levels(3)
+_LEVELS_FOUR, _ = _levels(4)
+_LEVELS_EIGHT, _ = _levels(8)
 
 
 @triton.jit
-def _levels_of(scales, zeros, t, middle):
+def _levels_of(scales, zeros, t, MIDDLE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Computes scales and zero points of four groups each, as `_levels` has them."""
+    middle = tl.full((ROWS,), MIDDLE * 2.0 ** (BITS - 14), tl.bfloat16)
     return tl.inline_asm_elementwise(
-        _LEVELS, _LEVELS_KINDS, [scales, zeros, t, middle], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
-    )
+        (_LEVELS_TWO if BITS == 2 else _LEVELS_THREE) if BITS < 4 else (_LEVELS_FOUR if BITS == 4 else _LEVELS_EIGHT),
+        _LEVELS_KINDS, [scales, zeros, t, middle], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -148,27 +148,26 @@ def _decoded_few(words, low, s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4,
 
 
 @triton.jit
-def _levels_by_input(levels, t, MIDDLE: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
-    """Computes s t and z for each 16 of 128 inputs: eight tensors [ROWS] of each."""
-    middle = tl.full((ROWS,), MIDDLE, tl.bfloat16)
+def _levels_by_input(levels, t, MIDDLE: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """Computes scales and zero points (`_levels`) for each 16 of 128 inputs: eight tensors [ROWS] of each."""
     if P == 1:
         both = levels.reshape(ROWS).to(tl.int32)
-        a, b, c, d, e, f, g, h = _levels_of(both, both >> 8, t, middle)
+        a, b, c, d, e, f, g, h = _levels_of(both, both >> 8, t, MIDDLE, BITS, ROWS)
         return a, a, a, a, a, a, a, a, e, e, e, e, e, e, e, e
     elif P == 2:
         both = levels.reshape(ROWS)
-        a, b, c, d, e, f, g, h = _levels_of(both, both >> 16, t, middle)
+        a, b, c, d, e, f, g, h = _levels_of(both, both >> 16, t, MIDDLE, BITS, ROWS)
         return a, a, a, a, b, b, b, b, e, e, e, e, f, f, f, f
     elif P == 4:
         scales, zeros = levels.split()
-        a, b, c, d, e, f, g, h = _levels_of(scales, zeros, t, middle)
+        a, b, c, d, e, f, g, h = _levels_of(scales, zeros, t, MIDDLE, BITS, ROWS)
         return a, a, b, b, c, c, d, d, e, e, f, f, g, g, h, h
     else:
         first, other = levels.reshape(ROWS, 2, 2).split()
         scales, zeros = first.split()
-        a, b, c, d, e, f, g, h = _levels_of(scales, zeros, t, middle)
+        a, b, c, d, e, f, g, h = _levels_of(scales, zeros, t, MIDDLE, BITS, ROWS)
         scales, zeros = other.split()
-        i, j, k, q, m, n, o, p = _levels_of(scales, zeros, t, middle)
+        i, j, k, q, m, n, o, p = _levels_of(scales, zeros, t, MIDDLE, BITS, ROWS)
         return a, b, c, d, i, j, k, q, e, f, g, h, m, n, o, p
 
 
@@ -192,7 +191,7 @@ def weights(words, low, levels, t, BITS: tl.constexpr, P: tl.constexpr, MIDDLE: 
 
     words: int32 [ROWS, 4 width]. low: int32 [ROWS, 4], for three bits only. levels: int32 [ROWS, P / 2], or int16
     [ROWS, 1]. t: bfloat16 [ROWS]."""
-    s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4, z5, z6, z7 = _levels_by_input(levels, t, MIDDLE, P, ROWS)
+    s0, s1, s2, s3, s4, s5, s6, s7, z0, z1, z2, z3, z4, z5, z6, z7 = _levels_by_input(levels, t, MIDDLE, BITS, P, ROWS)
     if BITS == 8:
         s_even, s_odd = tl.join(tl.join(s0, s4), tl.join(s2, s6)), tl.join(tl.join(s1, s5), tl.join(s3, s7))
         z_even, z_odd = tl.join(tl.join(z0, z4), tl.join(z2, z6)), tl.join(tl.join(z1, z5), tl.join(z3, z7))
@@ -215,7 +214,7 @@ def weights(words, low, levels, t, BITS: tl.constexpr, P: tl.constexpr, MIDDLE: 
         y = y.permute(0, 3, 4, 5, 2, 1, 6)
     else:
         if BITS == 3:
-            lowest = tl.join(low, low >> 8).reshape(ROWS, 8)
+            lowest = tl.join(low, low >> 1).reshape(ROWS, 8)
         else:
             lowest = words
         a0, a1, b0, b1, c0, c1, d0, d1, e0, e1, f0, f1, g0, g1, h0, h1 = _decoded_few(
@@ -332,12 +331,17 @@ _TILES = {
 }
 
 
+def in_whole(inputs: int, k: int, splits: int) -> bool:
+    """Tells whether all parts of K are multiples of so many inputs."""
+    return all((end - first) % inputs == 0 for first, end in split_k.cuts(k, splits))
+
+
 def tile_of(m: int, k: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
     """Chooses (rows, outputs, inputs, warps, stages) for m rows. Codes of less than eight bits take the table's inputs
-    if all parts of K are multiples of 256; otherwise 128 inputs at a time."""
+    if all parts of K are multiples of them; otherwise 128 inputs at a time."""
     rows, outputs, inputs, warps, stages = _TILES[max(min(_TILES), min(max(_TILES), triton.next_power_of_2(m)))]
-    pairs = all((end - first) % 256 == 0 for first, end in split_k.cuts(k, splits))
-    return rows, outputs, inputs if pairs and bits != 8 else split_k.STEP, warps, stages
+    fits = bits != 8 and in_whole(inputs, k, splits)
+    return rows, outputs, inputs if fits else split_k.STEP, warps, stages
 
 
 def interleaved(packed: torch.Tensor, width: int) -> torch.Tensor:
@@ -348,7 +352,7 @@ def interleaved(packed: torch.Tensor, width: int) -> torch.Tensor:
     shape = {8: (4, 2), 4: (2, 4), 2: (1, 8), 1: (1, 8)}[width]  # h, i'
     codes = codes.reshape(n, -1, *shape, 2, 4, 2)  # row, block, h, i', f, t, e
     h, i, f, t, e = range(2, 7)
-    inner = (f, h, e, i) if width > 1 else (h, e, f, i)
+    inner = (f, h, e, i) if width > 1 else (h, e, i, f)
     codes = codes.permute(1, 0, t, *inner).reshape(codes.shape[1], n, 4 * width, 32 // width)
     out = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=packed.device)
     for place in range(32 // width):

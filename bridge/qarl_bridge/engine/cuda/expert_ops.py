@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_bridge.engine.cuda.ops import _finished, _weights
+from qarl_bridge.engine.cuda.ops import _finished, weights
 from qarl_bridge.protocol import split_k
 
 _STEP = tl.constexpr(split_k.STEP)
@@ -65,10 +65,10 @@ def _grouped(x_ptr, w, s, s_x_ptr, f_ptr, copies_ptr, experts_ptr, end_ptr, y_pt
         x = tl.load(x_ptr + rows[:, None] * K + ks[None, :], mask=there[:, None] & (ks < K)[None, :], other=0.0)
         if INT4:
             words = w.load([(expert * (K // _STEP) + k // _STEP) * N + output, 0])
-            weights = _weights(words, s.load([expert * (K // GROUP) + k // GROUP, output]), GROUP, BN)
+            held = weights(words, s.load([expert * (K // GROUP) + k // GROUP, output]).T, GROUP, BN)
         else:  # behind the last output there are the next expert's, which are not stored
-            weights = w.load([expert * N + output, k])
-        acc = tl.dot(weights.to(AS), x.to(AS).T, acc, out_dtype=SUM)
+            held = w.load([expert * N + output, k])
+        acc = tl.dot(held.to(AS), x.to(AS).T, acc, out_dtype=SUM)
         if INT4:
             acc = _finished(acc)
     y = acc.to(tl.float32)
@@ -123,7 +123,8 @@ def product(
     Args:
       x: [number / top, K]: bfloat16, or int8 or e4m3 codes with `x_scale` float32 [number / top, 1].
       weight: bfloat16, int8 or e4m3 [E, N, K]; or `ops.interleaved` words int32 [E, K/128, N, 16].
-      scale: for int4 words bfloat16 [E, K/G, N], for e2m1 words e4m3, for 8-bit codes float32 [E, N, 1]; else None.
+      scale: for int4 words bfloat16 [E, K/G, N], for e2m1 words int32 [E, K/64, N] as in `ops.product`, for 8-bit codes
+        float32 [E, N, 1]; else None.
       factor: float32 [E, N] or None; multiplies the sum.
       copies, experts, end: the result of an `Align` for tiles of `height` copies.
       top: number of adjacent copies that share a row of x. number: number of all copies.

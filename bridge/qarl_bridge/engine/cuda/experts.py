@@ -155,7 +155,7 @@ class BatchInvariantNvFp4MoEMethod(_BatchInvariant, NvFp4Experts):
         FusedMoEMethodBase.__init__(self, moe)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces loaded parameters by words [E, K/128, N, 16], e4m3 scales [E, K/16, N] and factors [E, N]."""
+        """Replaces loaded parameters by words [E, K/128, N, 16], scales int32 [E, K/64, N] and factors [E, N]."""
         for which in ("w13", "w2"):
             packed, scale, factor = self.loaded(layer, which)
             self.keep(layer, which, *nvfp4.served(packed, scale), factor)

@@ -24,11 +24,11 @@ _OUTPUTS = 16  # outputs come by so many, for the tensor memory accelerator's ro
 def served(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Converts checkpoint codes and scales to the layout that the CUDA kernel multiplies.
 
-    uint8 [..., N, K/2] becomes words int32 [..., K/128, N, 16]; e4m3 [..., N, K/16] becomes [..., K/16, N].
+    uint8 [..., N, K/2] becomes words int32 [..., K/128, N, 16]; e4m3 [..., N, K/16] becomes int32 [..., K/64, N].
     """
     kept = torch.where(scale.float() < _FLUSHED, 0.0, scale.float()).to(scale.dtype)
-    turned = kept.view(torch.uint8).transpose(-2, -1).contiguous().view(scale.dtype)
-    return ops.interleaved(packed.view(torch.int32)), turned
+    turned = kept.contiguous().view(torch.int32).transpose(-2, -1).contiguous()
+    return ops.interleaved(packed.view(torch.int32), floats=True), turned
 
 
 class BatchInvariantNvFp4LinearKernel(NvFp4Layer):
@@ -48,7 +48,7 @@ class BatchInvariantNvFp4LinearKernel(NvFp4Layer):
         """Returns views of the trainer's memory; BridgeError("setup") for an unsupported shape."""
         blocks, n, _ = given.words.shape
         self._check(n, blocks * split_k.STEP, given.words.device)
-        return given.words, given.scales.view(torch.float8_e4m3fn)
+        return given.words, given.scales
 
     def _check(self, n: int, k: int, device: torch.device) -> None:
         """Checks the layer's shape, and enlarges the shared buffer of decoded weights.
