@@ -96,9 +96,11 @@ def rows_of_an_update(cfg: RunConfig) -> int:
 
 
 def micro_batch_seconds(cfg: RunConfig) -> float:
-    """Estimates the seconds per step that dividing the updates into micro-batches takes."""
-    micro_batches = cfg.train.updates_per_step * -(-rows_of_an_update(cfg) // cfg.micro_batch_rows)
-    return MICRO_LAYER_S * micro_batches * learner.model_of(cfg).num_layers
+    """Estimates the seconds per step of the division into micro-batches: their launches, and rows of padding."""
+    rows, updates = rows_of_an_update(cfg), cfg.train.updates_per_step
+    micro_batches = -(-rows // cfg.micro_batch_rows)
+    padding = update_seconds(cfg) * (micro_batches * cfg.micro_batch_rows - rows) / rows
+    return updates * micro_batches * MICRO_LAYER_S * learner.model_of(cfg).num_layers + padding
 
 
 def offload_seconds(cfg: RunConfig, owner: str) -> float:

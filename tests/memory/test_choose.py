@@ -118,6 +118,17 @@ def test_fewer_rows_at_once_are_chosen_before_layers_are_recomputed():
     assert any(re.match(r"train.micro_batch_rows=1: \+0\.\d s a step", line) for line in made.chosen)
 
 
+@pytest.mark.parametrize(("responses", "rows"), [(9, 1), (8, 8)])
+def test_rows_of_padding_in_a_micro_batch_are_counted(responses, rows):
+    """An update of nine full rows: two micro-batches of eight would compute sixteen."""
+    with published.folder("Qwen3-0.6B-Base") as folder:
+        words = [f"model.path={folder}", "mesh.fsdp=1", "train.prompts_per_update=1", "train.max_segments=1"]
+        cfg = config.load("configs/gpu/recipes.yaml", [*words, f"rollout.num_samples_per_prompt={responses}"])
+        settled, made = choose.settle(cfg, int(139.8 * 2**30))
+    assert settled.train.micro_batch_rows == rows
+    assert f"train.micro_batch_rows={rows}: costs no time" in made.chosen
+
+
 def test_without_a_plan_rows_are_a_multiple_of_the_devices():
     cfg = config.load("configs/papers/qwen3_8b_base.yaml", ["arm=tbpo", "mesh.fsdp=3"])
     assert choose.settle(cfg, None)[0].train.micro_batch_rows == cfg.micro_batch_rows == 9
