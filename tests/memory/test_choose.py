@@ -152,9 +152,19 @@ def test_no_other_number_of_rows_makes_a_step_on_a_mesh_faster_by_its_forecast(n
                 assert chosen < 1.02 * seconds(rows * gpus), rows
 
 
-def test_without_a_plan_rows_are_a_multiple_of_the_devices():
+def test_without_a_plan_rows_are_a_multiple_of_the_devices(monkeypatch):
     cfg = config.load("configs/papers/qwen3_8b_base.yaml", ["arm=tbpo", "mesh.fsdp=3"])
     assert choose.settle(cfg, None)[0].train.micro_batch_rows == cfg.micro_batch_rows == 9
+
+    monkeypatch.setattr(plan, "on_gpu", lambda: False)  # the eight devices of these tests
+    words = ["arm=tbpo", "mesh.data=3", "mesh.fsdp=-1"]
+    settled, _ = choose.settle(config.load("configs/papers/qwen3_8b_base.yaml", words), None)
+    assert (settled.mesh.fsdp, settled.train.micro_batch_rows) == (2, 12)
+    with pytest.raises(UserError, match=r"not a multiple of mesh\.data x mesh\.fsdp = 6"):
+        choose.settle(config.load("configs/papers/qwen3_8b_base.yaml", [*words, "train.micro_batch_rows=8"]), None)
+    apart = ["distributed.coordinator=auto", "distributed.num_processes=2"]  # with eight each
+    settled, _ = choose.settle(config.load("configs/papers/qwen3_8b_base.yaml", [*words, *apart]), None)
+    assert (settled.mesh.fsdp, settled.train.micro_batch_rows) == (5, 15)
 
 
 # ---- no settings are overlooked -------------------------------------------------------------------------------------
