@@ -187,8 +187,7 @@ def scored(cfg: RunConfig) -> float:
 
 def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: bool) -> Terms:
     """Counts passes over a step's samples: the forward that scores them, or the updates' forward and backward."""
-    made, model = learner.shapes(cfg), learner.model_of(cfg)
-    weights, mesh = weights_of(cfg, rollout=False), learner.planned_mesh(cfg)
+    weights, model = weights_of(cfg, rollout=False), learner.model_of(cfg)
     length = min(float(cfg.row_len), cfg.data.prompt_limit + mean_len)
     micro_batches, rows = _rows(cfg, length)
     if backward:
@@ -215,21 +214,12 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
     if model.moe is not None:
         inner = model.moe.num_experts_per_tok * (model.moe.intermediate_size + model.hidden_size)
     width = 8 * model.hidden_size + 4 * inner
-    # A forward gathers the other devices' weights, a backward does so again, and scatters gradients.
-    shards = mesh.size
-    gathered = learner.nbytes(made.qweights) + sum(
-        2 * math.prod(leaf.shape)
-        for path, leaf in models.by_path(made.params).items()
-        if path not in models.by_path(made.qweights)
-    )
-    gradients = 2.0 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.learned)) if backward else 0.0
-    exchanged = micro_batches * ((2.0 if backward else 1.0) * gathered + gradients) * (1.0 - 1.0 / shards)
     return {
         "product": product,
         "grouped": grouped,
         "attention": attention,
         "stream": passes * tokens * model.num_layers * width * ACTIVATION_BYTES / machine.bandwidth,
-        "exchange": exchanged / machine.link,
+        "exchange": micro_batches * costs.exchanged_bytes(cfg, backward=backward) / machine.link,
         "micro_batch": float(micro_batches * model.num_layers),
     }
 

@@ -26,6 +26,7 @@ from qarl_jax.learning.state import TrainState
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates, advantages_of, packed_rows
+from qarl_jax.memory.plan import spread
 from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config
@@ -58,7 +59,7 @@ class Session:
             )
         if cfg.train.asynchronous.is_on:
             raise UserError("a session goes step by step: set train.asynchronous.max_staleness=0 for it.")
-        self.cfg, self.step, self._stack = cfg, 0, contextlib.ExitStack()
+        cfg, self.step, self._stack = spread(cfg), 0, contextlib.ExitStack()
         mesh = build.make_mesh(cfg)
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(self.tokenizer, cfg.model.path)

@@ -63,18 +63,19 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
 
     `model.remat`, `optimizer.offload`, a critic's, `train.grad_dtype`, `train.micro_batch_rows` and
     `rollout.engine.memory` may be auto. Without a device's size (on a CPU) nothing is planned: remat is full, nothing
-    is offloaded, gradients are float32, and micro-batches have eight rows. With a size, a mesh axis of -1 becomes the
-    number of devices here.
+    is offloaded, gradients are float32, and micro-batches have eight rows, or the next multiple of the devices. A mesh
+    axis of -1 becomes the number of devices here.
 
     Args:
       size: bytes of a device (`plan.capacity`).
 
     Raises:
-      UserError: the run does not fit; the message names settings that fit, if there are any.
+      UserError: the run does not fit; the message names settings that fit, if there are any. Or the devices here do
+        not divide `train.micro_batch_rows`.
     """
-    if size is None:
-        return replaced(cfg, _without_plan(cfg)), None
     given = spread(cfg)
+    if size is None:
+        return replaced(given, _without_plan(given)), None
     cfg = with_engines(given)
     found = search(on_a_gpu(cfg), size, automatic(on_a_gpu(cfg), size))  # JAX is not asked whether it is one
     if found is None:

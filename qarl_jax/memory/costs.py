@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+
+import jax
 
 from qarl_jax.memory import learner
 from qarl_jax.memory.engine import at_once, published_bytes, share
+from qarl_jax.models import by_path
 from qarl_jax.models.params import part_of
 from qarl_jax.observe import flops
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
@@ -25,6 +29,7 @@ SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and s
 ROUNDING_S = 3600.0  # a step, for the least of the choices that round otherwise
 DECODE_BYTES = 2.5e12  # per second of weights read for a token
 LAUNCH_S = 0.005  # of an engine's step, whatever it reads
+LINK_BYTES = 260e9  # per second between GPUs of a host; as fitted in advise/forecast.py
 MICRO_LAYER_S = 0.2e-3  # of a layer in a micro-batch, whatever its rows; as fitted in advise/forecast.py
 # Share of the forward that the backward repeats, by `model.remat`.
 REPEATED = {"none": 0.0, "dots": 0.05, "mixer": 0.6, "attention": 0.9, "full": 1.0}
@@ -95,10 +100,26 @@ def rows_of_an_update(cfg: RunConfig) -> int:
     return -(-responses // max(1, min(fit, cfg.train.max_segments)))
 
 
+def exchanged_bytes(cfg: RunConfig, *, backward: bool) -> float:
+    """Returns the bytes that a device receives for a micro-batch: weights, and with the backward also gradients.
+
+    A forward gathers the other devices' weights. A backward gathers them again, and scatters bfloat16 gradients.
+    """
+    made, shards = learner.shapes(cfg), learner.planned_mesh(cfg).size
+    quantized = by_path(made.qweights)
+    rest = sum(2 * math.prod(leaf.shape) for path, leaf in by_path(made.params).items() if path not in quantized)
+    gathered = learner.nbytes(made.qweights) + rest
+    gradients = 2 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.learned))
+    return (gathered + backward * (gathered + gradients)) * (1.0 - 1.0 / shards)
+
+
 def micro_batch_seconds(cfg: RunConfig) -> float:
-    """Estimates the seconds per step that dividing the updates into micro-batches takes."""
-    micro_batches = cfg.train.updates_per_step * -(-rows_of_an_update(cfg) // cfg.micro_batch_rows)
-    return MICRO_LAYER_S * micro_batches * learner.model_of(cfg).num_layers
+    """Estimates the seconds per step of the division into micro-batches: launches, exchange, and rows of padding."""
+    rows, updates = rows_of_an_update(cfg), cfg.train.updates_per_step
+    micro_batches = -(-rows // cfg.micro_batch_rows)
+    padding = update_seconds(cfg) * (micro_batches * cfg.micro_batch_rows - rows) / rows
+    each = MICRO_LAYER_S * learner.model_of(cfg).num_layers + exchanged_bytes(cfg, backward=True) / LINK_BYTES
+    return updates * micro_batches * each + padding
 
 
 def offload_seconds(cfg: RunConfig, owner: str) -> float:

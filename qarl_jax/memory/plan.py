@@ -60,14 +60,18 @@ def capacity() -> int | None:
 
 
 def spread(cfg: RunConfig) -> RunConfig:
-    """Replaces a mesh axis of -1 by the number of devices here. A run of one process counts GPUs through CUDA."""
+    """Replaces a mesh axis of -1 by the number of devices here, times that of processes that have not met yet.
+
+    A run of one process counts GPUs through CUDA.
+    """
     if -1 not in dataclasses.asdict(cfg.mesh).values():
         return cfg
     try:
         count = sender.gpu_count() if on_gpu() and not cfg.distributed.is_on else jax.device_count()
     except BridgeError:
         count = jax.device_count()
-    return dataclasses.replace(cfg, mesh=cfg.mesh.over(count))
+    apart = processes.planned(cfg.distributed) // processes.count()
+    return dataclasses.replace(cfg, mesh=cfg.mesh.over(count * apart))
 
 
 def on_gpu() -> bool:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that a refused run is offered: they fit, and no others that fit are cheaper."""
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -11,9 +12,11 @@ import re
 import pytest
 
 from qarl_jax import train
+from qarl_jax.advise import counts, forecast, machines
 from qarl_jax.memory import choose, costs, learner, plan
 from qarl_jax.models import published
 from qarl_jax.run import config
+from qarl_jax.types import UserError
 from tests.reference.qwen3 import qwen3
 
 GIB = 2**30
@@ -27,6 +30,7 @@ def dry_run(name, arm, gpus, gb, *more):
 
 ROUNDED = ("papers/qurl_dapo_7b", "bf16", 6, 79.1)  # fits six with bfloat16 masters
 FASTER = ("gpu/recipes", "1x48", 3)
+FEW = ("papers/qwen25_math_1p5b", "tbpo", 8, 79.1)
 
 
 @pytest.mark.slow
@@ -60,11 +64,11 @@ def test_a_run_whose_least_choices_do_not_fit_together_is_offered_what_fits(monk
 
 @pytest.mark.slow
 def test_fewer_rows_are_offered_on_gpus_that_are_no_power_of_two(monkeypatch, capsys):
-    """Eight rows on three GPUs are refused; nine are what the message names, and one a GPU is what fits."""
+    """Of eight rows on each of three GPUs four fit."""
     monkeypatch.setattr(choose, "_on_fewer", lambda *_: None)
-    run = ("gpu/recipes", "1x24", 3, 30, "model.remat=none", "train.micro_batch_rows=9")
+    run = ("gpu/recipes", "1x24", 3, 16, "model.remat=full", "train.micro_batch_rows=24")
     assert dry_run(*run) == 2
-    assert capsys.readouterr().err.strip().endswith("It fits with: train.micro_batch_rows=3")
+    assert capsys.readouterr().err.strip().endswith("It fits with: train.micro_batch_rows=12")
 
 
 def test_a_critic_s_shapes_are_made_once_for_all_settings_that_they_do_not_depend_on(monkeypatch):
@@ -118,9 +122,49 @@ def test_fewer_rows_at_once_are_chosen_before_layers_are_recomputed():
     assert any(re.match(r"train.micro_batch_rows=1: \+0\.\d s a step", line) for line in made.chosen)
 
 
-def test_without_a_plan_rows_are_a_multiple_of_the_devices():
+@pytest.mark.parametrize(("responses", "rows"), [(9, 1), (8, 8)])
+def test_rows_of_padding_in_a_micro_batch_are_counted(responses, rows):
+    """An update of nine full rows: two micro-batches of eight would compute sixteen."""
+    with published.folder("Qwen3-0.6B-Base") as folder:
+        words = [f"model.path={folder}", "mesh.fsdp=1", "train.prompts_per_update=1", "train.max_segments=1"]
+        cfg = config.load("configs/gpu/recipes.yaml", [*words, f"rollout.num_samples_per_prompt={responses}"])
+        settled, made = choose.settle(cfg, int(139.8 * 2**30))
+    assert settled.train.micro_batch_rows == rows
+    assert f"train.micro_batch_rows={rows}: costs no time" in made.chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arm", "gpus", "gb"), [("gpu/recipes", "8x80_moe", 8, 79.1), FEW])
+def test_no_other_number_of_rows_makes_a_step_on_a_mesh_faster_by_its_forecast(name, arm, gpus, gb):
+    """A micro-batch gathers weights and scatters gradients, so that few large ones are faster on several GPUs."""
+    cfg = config.load(f"configs/{name}.yaml", [f"arm={arm}", f"mesh.fsdp={gpus}"])
+    machine = machines.MACHINES["h100"]
+
+    def seconds(rows):
+        settled, _ = choose.settle(config.replaced(cfg, {"train.micro_batch_rows": rows}), int(gb * GIB))
+        return sum(forecast.seconds(counts.of_step(config.on_a_gpu(settled), machine), forecast.RATES).values())
+
+    with published.folder(cfg.model.path) as folder:
+        cfg = config.replaced(cfg, {"model.path": folder})
+        chosen = seconds("auto")
+        for rows in (1, 2, 4, 8):
+            with contextlib.suppress(UserError):  # it does not fit
+                assert chosen < 1.02 * seconds(rows * gpus), rows
+
+
+def test_without_a_plan_rows_are_a_multiple_of_the_devices(monkeypatch):
     cfg = config.load("configs/papers/qwen3_8b_base.yaml", ["arm=tbpo", "mesh.fsdp=3"])
     assert choose.settle(cfg, None)[0].train.micro_batch_rows == cfg.micro_batch_rows == 9
+
+    monkeypatch.setattr(plan, "on_gpu", lambda: False)  # the eight devices of these tests
+    words = ["arm=tbpo", "mesh.data=3", "mesh.fsdp=-1"]
+    settled, _ = choose.settle(config.load("configs/papers/qwen3_8b_base.yaml", words), None)
+    assert (settled.mesh.fsdp, settled.train.micro_batch_rows) == (2, 12)
+    with pytest.raises(UserError, match=r"not a multiple of mesh\.data x mesh\.fsdp = 6"):
+        choose.settle(config.load("configs/papers/qwen3_8b_base.yaml", [*words, "train.micro_batch_rows=8"]), None)
+    apart = ["distributed.coordinator=auto", "distributed.num_processes=2"]  # with eight each
+    settled, _ = choose.settle(config.load("configs/papers/qwen3_8b_base.yaml", [*words, *apart]), None)
+    assert (settled.mesh.fsdp, settled.train.micro_batch_rows) == (5, 15)
 
 
 # ---- no settings are overlooked -------------------------------------------------------------------------------------
