@@ -1,6 +1,6 @@
 # Tokens per second of 8B w8a8: one card, two and four (compare N engines of one card with an engine over N); then
-# Qwen3-32B's shapes in bf16, which one card does not hold, over four, published in chunks. Two cards: the 8B alone, and
-# vLLM's own arithmetic beside it.
+# Qwen3-32B's shapes in bf16, which one card does not hold, over four, published in chunks. Two cards: the 8B, vLLM's own
+# arithmetic beside it, and the 32B over both.
 source benchmarks/sessions/tp/common.sh
 price price_8b_2 200 0,1 8b w8a8 2 "128 256 512" &
 [ "$gpus" -gt 2 ] || wait
@@ -8,6 +8,7 @@ price price_8b_2 200 0,1 8b w8a8 2 "128 256 512" &
 wait
 if [ -z "$TINY" ] && [ "$gpus" -lt 4 ]; then
   price price_8b_vllm_2 200 0,1 8b w8a8 2 "128 256 512" --arithmetics vllm
+  price price_32b_2 330 0,1 32b bf16 2 "64 128 256" --staging-buffers 0 --repeats 1
   exit
 fi
 [ -n "$TINY" ] || price price_8b_4 200 0,1,2,3 8b w8a8 4 "128 256 512"

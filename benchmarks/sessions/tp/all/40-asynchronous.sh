@@ -1,6 +1,6 @@
 # Whole steps on four cards (or two), 1.7B shapes (or SHAPES=8b) under w8a8: synchronous, the learner over all with an engine on each;
 # then staleness 1 and 4, the learner on half of them and engines on the other half. Tokens per second are in the lines, the busy
-# share of each card, once a second, in busy_*.csv.
+# share of each card, once a second, in busy_*.csv. Last, an engine of a run at staleness 1 is killed after a step, and the run goes on.
 source benchmarks/sessions/tp/common.sh
 sizes=(--batch 512 --response-len 1024 --mean-len 400 --updates 4 --steps 4) seqs=256 stales="1 4" more=()
 shapes=${SHAPES:-$shapes}
@@ -37,3 +37,7 @@ for staleness in $stales; do
   apart+=(rollout.engine.max_num_seqs=$seqs train.asynchronous.max_staleness=$staleness)
   steps stale$staleness $half "${apart[@]}" || steps stale${staleness}_host $half "${apart[@]}" rollout.engine.transport=host
 done
+until grep -q "^step 1/" "$RESULTS/run_killed.log" 2>/dev/null; do sleep 1; done && pkill -9 -o -f "qarl_bridge --socket" &
+apart=("${apart[@]/max_staleness=*/max_staleness=1}")
+steps killed $half "${apart[@]}"
+grep -h "engine" "$RESULTS/run_killed.log" | cut -c 1-200 | tail -n 5

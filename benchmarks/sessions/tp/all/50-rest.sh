@@ -5,7 +5,7 @@ gate tp4_conditions 4 0,1,2,3 $shapes w8a8 "${sizes[@]}" --updates 0 --condition
 gate tp2_nvfp4 2 0,1 $shapes nvfp4 "${sizes[@]}" --updates 1 &
 gate tp2_lora 2 2,3 $shapes w4a16 "${sizes[@]}" --updates 1 --lora-rank 32 &
 wait
-gate tp4_fp8 4 0,1,2,3 $shapes fp8 "${sizes[@]}" --updates 1
+for scheme in fp8 nvfp4; do gate tp4_$scheme 4 0,1,2,3 $shapes $scheme "${sizes[@]}" --updates 1; done
 price price_8b_bf16_2 200 0,1 8b bf16 2 "128 256 512" &
 price price_8b_bf16_1 200 2 8b bf16 1 "64 128 256" &
 wait
