@@ -186,6 +186,7 @@ def test_every_width_is_one_chain_of_tensor_core_instructions_on_a_hopper_gpu():
     """)
 
 
+@pytest.mark.nightly
 def test_tiles_of_many_rows_keep_all_they_hold_in_registers():
     """Two parts: in parallel, and one after the other, which needs the sums of both."""
     compiled(f"""{PRODUCT}

@@ -26,6 +26,10 @@ from qarl_jax.types import Prompt, UserError
 from tests.reference import quant_reference, tiny
 
 SCHEMES = ("w4a16:g32", "w4a16_asym:g32")
+CASES = [
+    (True, SCHEMES[0]),
+    *(pytest.param(*c, marks=pytest.mark.nightly) for c in [(False, SCHEMES[0]), (True, SCHEMES[1])]),
+]
 TABLES = {"match": "embed|head", "scheme": SCHEMES[0]}
 LAYERS = {"match": "", "scheme": "w4a16:g64"}
 PATHS = {True: ["embed.kernel"], False: ["embed.kernel", "head.kernel"]}  # of a tied model, or not
@@ -98,7 +102,7 @@ def test_what_vllm_cannot_compute_is_refused_before_it_starts():
     vllm.check_model(vllm.Config(arithmetic="vllm"), config(True, LAYERS))
 
 
-@pytest.mark.parametrize(("tied", "scheme"), [(False, SCHEMES[0]), (True, SCHEMES[0]), (True, SCHEMES[1])])
+@pytest.mark.parametrize(("tied", "scheme"), CASES)
 def test_forward_and_gradient_are_those_of_a_model_that_holds_the_codes_values(tied, scheme):
     """Straight through: the master gets the gradient that the decoded weight has, and its own value is not read."""
     graphdef, params, qweights = parts(tied, scheme, compute="bfloat16", layers=False)
@@ -123,7 +127,7 @@ def test_forward_and_gradient_are_those_of_a_model_that_holds_the_codes_values(t
         np.testing.assert_array_equal(x, models.by_path(want)[path], err_msg=path)
 
 
-@pytest.mark.parametrize(("tied", "scheme"), [(True, SCHEMES[0]), (False, SCHEMES[0]), (True, SCHEMES[1])])
+@pytest.mark.parametrize(("tied", "scheme"), CASES)
 def test_the_embedded_sampler_draws_from_the_learners_policy_to_the_bit(tied, scheme):
     graphdef, params, qweights = parts(tied, scheme, numerics="cpu", compute="bfloat16")
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
