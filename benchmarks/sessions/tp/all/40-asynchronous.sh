@@ -39,5 +39,6 @@ for staleness in $stales; do
 done
 until grep -q "^step 1/" "$RESULTS/run_killed.log" 2>/dev/null; do sleep 1; done && pkill -9 -o -f "qarl_bridge --socket" &
 apart=("${apart[@]/max_staleness=*/max_staleness=1}")
+[ -z "$TINY" ] || sizes+=(--steps 60) # a step takes half a second
 steps killed $half "${apart[@]}"
 grep -h "engine" "$RESULTS/run_killed.log" | cut -c 1-200 | tail -n 5

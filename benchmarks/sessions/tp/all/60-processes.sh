@@ -13,12 +13,12 @@ limited one_process 300 $PYTHON -m benchmarks.step_gpu --shapes $shapes --folder
   --cards $processes --optimizer adamw "${sizes[@]}" --limit-s 280 --log "$RESULTS/one_process.run.log" \
   --out "$RESULTS/one.jsonl" optimizer.offload=false "${more[@]}"
 [ -z "$TINY" ] || export XLA_FLAGS=--xla_force_host_platform_device_count=1
-processes() { # NAME RUN
+processes() { # NAME RUN OVERRIDES...
   limited "$1" 300 $PYTHON -m benchmarks.step_processes "$RESULTS/one.jsonl" --processes $processes --limit-s 280 \
-    --run-dir "$RESULTS/$2" ${TINY:+--cpu} --out "$RESULTS/processes.jsonl"
+    --run-dir "$RESULTS/$2" ${TINY:+--cpu} --out "$RESULTS/processes.jsonl" "${@:3}"
 }
 processes processes run_processes
 until grep -q "^step 1/" "$RESULTS/run_killed.0.log" 2>/dev/null; do sleep 1; done &&
   pkill -9 -f "run_dir=[^ ]*run_killed .*distributed.process_id=1" &
-processes killed run_killed || true
-processes goes_on run_killed
+processes killed run_killed checkpoint.every=1 || true
+processes goes_on run_killed checkpoint.every=1
