@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=400.0)
     parser.add_argument("--out", default="", help="a file that the line is appended to")
     parser.add_argument("overrides", nargs="*", help="settings beside those of the line")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     one = json.loads(args.line.read_text().splitlines()[-1])
     began = time.perf_counter()
     run_dir = args.run_dir.absolute()
@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs = [run_dir.with_name(f"{run_dir.name}.{n}.log") for n in range(args.processes)]
     running = []
     try:
-        for log, command in zip(logs, commands([*one["overrides"], *args.overrides], args.processes, run_dir, not args.cpu), strict=True):
+        words = [*one["overrides"], *args.overrides]
+        for log, command in zip(logs, commands(words, args.processes, run_dir, not args.cpu), strict=True):
             with open(log, "w", encoding="utf-8") as file:
                 options: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
                 running.append(subprocess.Popen(command, stdout=file, **options))
