@@ -95,6 +95,20 @@ def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased)
     assert torch.equal(torch.from_dlpack(learners(x, w, qt, bias)), whole)
 
 
+def words_of(qt, shape):
+    """Converts a QTensor with zero points, of a weight [N, K] of `shape`, to the kernel's layout."""
+    import torch
+    from qarl_bridge.engine.cuda import asym_ops
+
+    (n, k), scheme = shape, qt.scheme
+    planes = [(torch.from_dlpack(qt.arrays[a.name]), 8 // a.inputs) for a in scheme.wire.arrays if "codes" in a.name]
+    codes = [asym_ops.interleaved(*plane) for plane in planes] + [None]
+    scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
+    levels = asym_ops.levels_of(scales, torch.from_dlpack(qt.arrays["zero_points"]), k)
+    steps = torch.from_dlpack(qt.arrays["tensor_scale"]).reshape(1).expand(n).bfloat16()
+    return asym_ops.Words(codes[0], codes[1], levels, steps, scheme.bits, scheme.group_size, scheme.middle)
+
+
 @pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
 @pytest.mark.parametrize(
     "name",
@@ -104,16 +118,10 @@ def test_layers_with_zero_points_depend_on_no_other_row_and_are_the_learners(sha
     torch = pytest.importorskip("torch")
     from qarl_bridge.engine.cuda import asym_ops, ops
 
-    n, k = shape
     x, w, bias = layer(shape, least=1e-4)
     scheme = quant.parse_scheme(name)
     qt = quant.quantize(w, scheme)
-    planes = [(torch.from_dlpack(qt.arrays[a.name]), 8 // a.inputs) for a in scheme.wire.arrays if "codes" in a.name]
-    codes = [asym_ops.interleaved(*plane) for plane in planes] + [None]
-    scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
-    levels = asym_ops.levels_of(scales, torch.from_dlpack(qt.arrays["zero_points"]), k)
-    steps = torch.from_dlpack(qt.arrays["tensor_scale"]).reshape(1).expand(n).bfloat16()
-    words = asym_ops.Words(codes[0], codes[1], levels, steps, scheme.bits, scheme.group_size, scheme.middle)
+    words = words_of(qt, shape)
     decoded = words.decoded()
     assert torch.equal(decoded, torch.from_dlpack(quant.dequantize(qt)))
     x_t, bias_t = torch.from_dlpack(x), torch.from_dlpack(bias)
@@ -148,20 +156,16 @@ def test_activations_on_a_grid_depend_on_no_other_row_and_are_the_learners(name,
 @pytest.mark.parametrize("name", ["w4a16:g32", "w4a16:g128", "w4a16:g-1", "w4a16_asym:g32", "w4a16_asym:g128"])
 def test_a_table_of_codes_has_the_learners_rows_and_the_logits_of_what_it_stands_for(shape, name):
     torch = pytest.importorskip("torch")
-    from qarl_bridge.engine.cuda import asym_ops, ops
+    from qarl_bridge.engine.cuda import ops
 
-    n, k = shape
     x, w, _ = layer(shape, least=1e-3)
     scheme = quant.parse_scheme(name)
     qt = quant.quantize(w, scheme)
-    codes, tokens = torch.from_dlpack(qt.codes), torch.randint(0, n, (777,), device="cuda")
+    tokens = torch.randint(0, shape[0], (777,), device="cuda")
     if name.startswith("w4a16:"):
-        held = ops.interleaved(codes), torch.from_dlpack(qt.scales).t().contiguous()
+        held = ops.interleaved(torch.from_dlpack(qt.codes)), torch.from_dlpack(qt.scales).t().contiguous()
     else:
-        scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
-        levels = asym_ops.levels_of(scales, torch.from_dlpack(qt.arrays["zero_points"]), k)
-        steps = torch.from_dlpack(qt.arrays["tensor_scale"]).reshape(1).expand(n).bfloat16()
-        held = asym_ops.Words(asym_ops.interleaved(codes, 4), None, levels, steps, 4, scheme.group_size, 0), None
+        held = words_of(qt, shape), None
     learners = lookup(w, qt, jnp.from_dlpack(tokens.int()), jnp.dtype(jnp.bfloat16))
     assert torch.equal(ops.rows_of(*held, tokens), torch.from_dlpack(learners))
     x_t, served = torch.from_dlpack(x), torch.from_dlpack(quant.decoded(qt, jnp.bfloat16))

@@ -64,7 +64,7 @@ def test_a_run_whose_least_choices_do_not_fit_together_is_offered_what_fits(monk
 
 @pytest.mark.slow
 def test_fewer_rows_are_offered_on_gpus_that_are_no_power_of_two(monkeypatch, capsys):
-    """Of eight rows on each of three GPUs four fit."""
+    """Four of eight rows fit on each of three GPUs."""
     monkeypatch.setattr(choose, "_on_fewer", lambda *_: None)
     run = ("gpu/recipes", "1x24", 3, 16, "model.remat=full", "train.micro_batch_rows=24")
     assert dry_run(*run) == 2

@@ -72,7 +72,7 @@ def test_forward_and_gradients_are_those_of_the_published_weight_to_the_bit(weig
 
 
 def test_words_are_those_of_the_engines_definition(weights):
-    """Pair i of word 4 t + 2 f + h has inputs 64 h + 16 i + 8 f + 2 t and the next, as bfloat16 of 2^-126."""
+    """Pair i of word 4 t + 2 f + h has inputs 64 h + 16 i + 8 f + 2 t and the next. It is bfloat16 times 2^-126."""
     codes = np.asarray(weights[0].codes[0])
     single = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)  # a code per input
     words = np.asarray(nvfp4_words.words(weights[0].codes)[0]).view(np.uint32)

@@ -109,10 +109,6 @@ class AsymmetricLayer(CompressedTensorsScheme):
         """Replaces a loaded parameter by the value that the kernel multiplies."""
         setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
 
-    def weight(self, layer: torch.nn.Module, outputs: torch.Tensor) -> torch.Tensor:
-        """Decodes the weight of the outputs `outputs`, int64 [n], to bfloat16 [n, K]."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the layer's output [..., N], in x.dtype, of inputs x [..., K]."""

@@ -293,6 +293,7 @@ class Float64Table(table_layers.Table):
     def rows(self, layer: torch.nn.Module, index: torch.Tensor) -> torch.Tensor:
         """Decodes the rows `index`, int64 [R], to bfloat16 [R, K]."""
         if self.layer is not None:
+            assert isinstance(self.layer, Float64AsymmetricLinear)
             return self.layer.weight(layer, index)
         return int4_weight(layer.weight_packed[index], layer.weight_scale[index], False).bfloat16()
 
