@@ -10,7 +10,7 @@ once: `--response-len` tokens for every sequence, `--repeats` times. A line of J
 has the most tokens per second of either, and their ratio: 1 is a batch-invariance that costs nothing. `--apart` starts
 one engine after the other, where a GPU has no room for two; `--transport host` stages no version on the GPU.
 `--tensor-parallel` spreads each engine over so many GPUs, and the learner over all that there are; `publish_s` are the
-seconds of a second publish. `--arithmetics` leaves one out.
+seconds of a second publish. `--arithmetics` leaves one out. Only `batch_invariant` serves adapters (`--lora-rank`).
 
 A CPU has one arithmetic, and both are that: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8`.
 """
@@ -40,15 +40,17 @@ ARITHMETICS = ("batch_invariant", "vllm")
 PROMPT_LEN = 64
 
 
-def policy(name: str, layers: int, scheme: str, shards: int) -> PolicyWeights:
-    """Makes random weights of a model's shapes under `scheme`, on the devices, for an engine of so many shards."""
+def policy(args: argparse.Namespace, scheme: str) -> PolicyWeights:
+    """Makes random weights under `scheme`, on the devices, for engines of the arguments' shapes and shards."""
     mesh = make_mesh(fsdp=-1)
-    config = shapes.model_config(shapes.Setting(model=name, layers=layers, scheme=scheme, engine="auto"))
-    config = dataclasses.replace(config, numerics=dataclasses.replace(config.numerics, shards=shards))
+    config = shapes.model_config(shapes.Setting(model=args.shapes, layers=args.layers, scheme=scheme, engine="auto"))
+    numerics = dataclasses.replace(config.numerics, shards=args.tensor_parallel)
+    config = dataclasses.replace(config, numerics=numerics)
     graphdef = models.split(models.abstract_model(config))[0]
     params = models.random_masters(config, mesh)
     quantized = jax.jit(lambda masters: models.quantize_params(graphdef, masters))(params)
-    return PolicyWeights(graphdef=graphdef, params=params, qweights=quantized)
+    weights = PolicyWeights(graphdef=graphdef, params=params, qweights=quantized)
+    return ladder.with_adapters(weights, args.lora_rank) if args.lora_rank else weights
 
 
 def engine_config(arithmetic: str, config: models.ModelConfig, args: argparse.Namespace) -> Config:
@@ -68,6 +70,7 @@ def engine_config(arithmetic: str, config: models.ModelConfig, args: argparse.Na
         tensor_parallel_size=args.tensor_parallel,
         readback="off",
         log_file=f"{args.engine_log}.{arithmetic}" if args.engine_log else "",
+        profile=args.profile,
     )
 
 
@@ -99,7 +102,7 @@ def tokens_per_s(engine: VllmEngine, vocab: int, sequences: int, response_len: i
 
 def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measures both engines under a scheme; yields a record for each number of sequences."""
-    weights = policy(args.shapes, args.layers, scheme, args.tensor_parallel)
+    weights = policy(args, scheme)
     vocab = models.config_of(weights.graphdef).vocab_size
     best: dict[int, dict[str, float]] = {n: dict.fromkeys(args.arithmetics, 0.0) for n in args.sequences}
     publish_s: dict[str, float] = {}
@@ -121,7 +124,8 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if len(args.arithmetics) > 1:
             found["ratio"] = round(best[n]["batch_invariant"] / best[n]["vllm"], 3)
         yield (
-            {"shapes": args.shapes, "scheme": scheme, "shards": args.tensor_parallel, "sequences": n}
+            {"shapes": args.shapes, "scheme": scheme, "lora_rank": args.lora_rank}
+            | {"shards": args.tensor_parallel, "sequences": n}
             | found
             | {"publish_s": publish_s}
         )
@@ -138,9 +142,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--arithmetics", nargs="+", choices=ARITHMETICS, default=list(ARITHMETICS))
     parser.add_argument("--tensor-parallel", type=int, default=1, help="shards of an engine, on as many GPUs")
+    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers, of this rank")
     parser.add_argument("--staging-buffers", type=int, default=1, choices=(0, 1, 2), help="as in rollout.engine")
     parser.add_argument("--transport", default="auto", choices=("auto", "host"), help="as in rollout.engine")
     parser.add_argument("--engine-log", default="", help="file for what the engines say, with their arithmetic's name")
+    parser.add_argument("--profile", default="", help="folder for a profile of the last engine, as in rollout.engine")
     parser.add_argument("--out", help="a file that the lines are appended to")
     args = parser.parse_args(argv)
     leave_memory_to_vllm()

@@ -1,18 +1,19 @@
 # Whole steps of TRL and verl beside ours on one H200, 128 responses of 512 tokens, two updates of AdamW: at each size
 # ours in bf16, TRL's best settings, ours under w8a8, verl's best, both peers' defaults, ours under w4a16, verl with FP8
-# rollouts. A line of lines.jsonl each. SIZES="1.7b 4b 8b" and ONLY="ours_bf16 trl_best ..." choose. Float32 masters
+# rollouts. A line of lines.jsonl each. SIZES="1.7b 4b 8b" and ONLY="ours_bf16 trl_best ..." choose; LENGTH, LABEL and MORE
+# overrides make ours other steps of another name. Float32 masters
 # of 8B do not fit beside vLLM: there masters and moments are bfloat16 in all three. The wheels: benchmarks/beside_peers.
 # TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU: TRL without vLLM, verl's overrides alone.
 source benchmarks/sessions/tp/common.sh
 site=${SITE:-/tmp/site}
 own() { # CASE
-  local name=$size.ours_$1
+  local name=$size.ours_$1${LABEL:-}
   wanted "ours_$1" || return 0
   rm -rf "$RESULTS/run.$name" # else a second try would go on in it
   limited "$name" 330 $PYTHON -m benchmarks.step_gpu --shapes "$shapes" --folder "$folder" --case "$1" "${ours[@]}" \
     --limit-s 310 --run-dir "$RESULTS/run.$name" --log "$RESULTS/run.$name.log" --out "$RESULTS/steps.jsonl" \
     model.init=pretrained checkpoint.every=0 optimizer.name=adamw optimizer.lr=1e-6 optimizer.weight_decay=0.01 \
-    optimizer.offload=auto "${masters[@]}" || true
+    optimizer.offload=auto "${masters[@]}" ${MORE:-} || true
   $PYTHON -m benchmarks.beside_peers.lines "$RESULTS/run.$name" --name "$name" --out "$RESULTS/lines.jsonl" || true
 }
 peer() { # PEER NAME SECONDS OPTIONS...: with packages of its own, which the other peer does not see
@@ -28,7 +29,7 @@ peer() { # PEER NAME SECONDS OPTIONS...: with packages of its own, which the oth
 wanted() { [[ " ${ONLY:-$1} " = *" $1 "* ]]; }
 for size in ${SIZES:-4b 8b}; do
   shapes=$size folder=$MODELS/$size-peers dtype=float32 masters=(train.grad_dtype=float32) trl=() verl=(--limit-s 500)
-  peers=() ours=(--batch 128 --response-len 512 --steps 4) best=(--liger --no-checkpointing --micro 8)
+  peers=() ours=(--batch 128 --response-len "${LENGTH:-512}" --steps 4) best=(--liger --no-checkpointing --micro 8)
   [ "$size" = 1.7b ] || trl=(--sleep) # else vLLM does not fit beside the update
   [ "$size" != 8b ] || {
     dtype=bfloat16 masters=(model.param_dtype=bfloat16 optimizer.master_rounding=stochastic)
