@@ -8,8 +8,8 @@ The products of a layer (q|k|v, o, gate|up, down) run together in one CUDA graph
 their own; before each replay a write of 256 MB takes what the L2 cache held. Printed per scheme and number of rows:
 microseconds a layer, times bf16 (cuBLAS), share of the GPU's bandwidth, and whether every output has the bits of the
 decoded weights' product. `w2a2` and `w4a4` are timed with the rounding of activations. `--tiles` times each product
-alone, under every tile that fits. On a CPU, where there is nothing of that, the bridge's CPU layers are timed; it has
-none for `w4a16` and `nvfp4`, whose kernels are timed without vLLM's layers.
+alone, under every tile of `_TRIED` that fits. On a CPU, where there is nothing of that, the bridge's CPU layers are
+timed; it has none for `w4a16` and `nvfp4`, whose kernels are timed without vLLM's layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from qarl_bridge.protocol import formats, split_k
@@ -36,6 +36,24 @@ _DECODED_ROWS = 512  # more rows are multiplied by the decoded weight
 _FLUSH = 256 * 2**20
 Product = Callable[[torch.Tensor], torch.Tensor]
 Tile = tuple[int, int, int, int, int]
+_TRIED = {
+    16: "16/64/128/4/4 16/64/256/4/3 16/64/256/4/4 16/64/256/4/5 16/64/512/4/3",
+    32: "32/64/128/4/4 32/64/128/4/3 32/64/256/4/2 32/64/256/4/3 32/64/256/4/4 32/128/128/4/3 32/128/256/4/3",
+    64: "64/64/128/4/4 64/64/128/4/3 64/64/256/4/2 64/64/256/4/3 64/128/128/4/3 64/128/128/4/4 32/64/256/4/3",
+    128: "128/64/128/4/4 128/64/128/4/3 128/64/256/4/3 64/128/128/4/3 64/64/128/4/4 64/64/256/4/3 128/128/128/8/3",
+    256: "128/64/128/4/3 256/64/128/4/3 128/128/128/8/3 64/128/128/4/3",
+}
+
+
+class Job(NamedTuple):
+    """One product to time: a scheme's layer [n, k] with `rows` rows; None: the tile and order of parts as they are."""
+
+    scheme: str
+    n: int
+    k: int
+    rows: int
+    tile: Tile | None
+    split: bool | None
 
 
 def layers_of(shapes: str) -> dict[str, tuple[int, int]]:
@@ -101,6 +119,9 @@ def weight_of(scheme: str, n: int, k: int) -> tuple[Any, Any, Any]:
     """Makes a random weight [n, k] as `ops.product` reads it: (weight, scales, factors)."""
     if scheme == "bf16":
         return (torch.randn(n, k, device="cuda") * 0.02).bfloat16(), None, None
+    if scheme not in ("nvfp4", "w4a16"):
+        bits, group, _ = widths_of(scheme)
+        return random_words(bits, group, n, k), None, None
     words = torch.randint(-(2**31), 2**31 - 1, (k // 128, n, 16), dtype=torch.int32, device="cuda")
     if scheme == "w4a16":
         return words, (torch.rand(k // 128, n, device="cuda") * 0.01).bfloat16(), None
@@ -219,64 +240,75 @@ def random_words(bits: int, group: int, n: int, k: int) -> Any:
 
 
 def tiles_of(rows: int) -> list[Tile]:
-    """Lists the tiles that may suit `rows` rows: (rows, outputs, inputs, warps, stages)."""
-    if rows <= 16:
-        return list(itertools.product((16,), (64, 128), (128, 256, 512), (4, 8), (3, 5, 7)))
-    heights = {min(1 << (rows - 1).bit_length(), height) for height in (64, 128, 256)}
-    return list(itertools.product(sorted(heights), (64, 128), (128, 256), (4, 8), (3, 4)))
+    """Lists tiles that may suit `rows` rows: (rows, outputs, inputs, warps, stages)."""
+    height = max(16, min(256, 1 << (rows - 1).bit_length()))
+    return [(*map(int, tile.split("/")),) for tile in _TRIED[height].split()]  # type: ignore[misc]
 
 
-def compile_tile(job: tuple[int, int, int, int, Tile]) -> None:
-    """Compiles one tile's kernel for a layer [n, k] into Triton's cache, in a process of its own."""
+def run_tile(job: Job, held: tuple[Any, Any, Any], x: torch.Tensor) -> torch.Tensor:
+    """Multiplies x by a weight of `weight_of` under a job's tile and order of parts."""
     from qarl_bridge.engine.cuda import ops
 
-    bits, group, n, k, tile = job
+    weight, scale, factor = held
+    return ops.product(x, weight, scale, factor=factor, tile=job.tile, split=job.split)
+
+
+def compile_tile(job: Job) -> None:
+    """Compiles a job's kernel into Triton's cache, in a process of its own."""
     with contextlib.suppress(Exception):  # Triton's, of shared memory or registers
-        ops.product(torch.zeros(tile[0], k, device="cuda").bfloat16(), random_words(bits, group, n, k), tile=tile)
+        run_tile(job, weight_of(job.scheme, job.n, job.k), torch.zeros(job.rows, job.k, device="cuda").bfloat16())
 
 
-def tiles(args: argparse.Namespace, size: str) -> Iterator[dict[str, Any]]:
-    """Times each product of the first scheme alone: as it is, with other splits of K, and under all tiles that give its
-    bits. All tiles are compiled first, by many processes."""
-    from qarl_bridge.engine.cuda import ops
+def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times each product alone: as it is, and under every tile that fits; the first tile also with two parts of K one
+    after the other. Many processes first compile each kernel, for the smallest layer that has it."""
+    from qarl_bridge.engine.cuda import asym_ops
 
-    bits, group, _ = widths_of(args.schemes[0])
-    shapes = layers_of(size)
-    wanted = {tile for rows in args.rows for tile in tiles_of(rows)}
-    jobs = [(bits, group, n, k, tile) for n, k in shapes.values() for tile in sorted(wanted)]
-    with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1)) as pool:
-        for _ in pool.imap_unordered(compile_tile, jobs):
+    shapes = {shape: f"{size} {name}" for size in args.shapes for name, shape in layers_of(size).items()}
+    jobs = [
+        Job(scheme, n, k, rows, tile, split)
+        for (n, k), scheme, rows in itertools.product(shapes, args.schemes, args.rows)
+        for tile, split in [(None, None), (tiles_of(rows)[0], False), *((tile, None) for tile in tiles_of(rows))]
+        if split is None or split_k.splits_of(n, k) > 1
+        if tile is None or asym_ops.in_whole(tile[2], k, split_k.splits_of(n, k))
+    ]
+    smallest: dict[Any, Job] = {}
+    for job in sorted(filter(lambda job: job.tile, jobs), key=lambda job: job.n * job.k):
+        smallest.setdefault((*job[:1], *job[3:], split_k.splits_of(job.n, job.k)), job)
+    with multiprocessing.get_context("spawn").Pool(min(args.processes, os.cpu_count() or 1)) as pool:
+        for _ in pool.imap_unordered(compile_tile, smallest.values()):
             pass
-    for layer, (n, k) in shapes.items():
-        words = [random_words(bits, group, n, k) for _ in range(args.layers)]
-        for rows in args.rows:
+    for (n, k, scheme), group in itertools.groupby(jobs, key=lambda job: (job.n, job.k, job.scheme)):
+        weights = [weight_of(scheme, n, k) for _ in range(args.layers)]
+        for rows, of_rows in itertools.groupby(group, key=lambda job: job.rows):
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            y = ops.product(x, words[0])
-            found = [(us, tile) for tile in tiles_of(rows) if (us := timed(words, x, tile, like=y)) is not None]
-            row = {"shapes": size, "layer": layer, "n": n, "k": k, "rows": rows, "splits": split_k.splits_of(n, k)}
-            parts = {str(splits): timed(words, x, None, splits) for splits in (1, 2, 4, 8)}
-            yield row | {"us": timed(words, x, None), "by_splits": parts, "best": sorted(found)[:8]}
+            y = run_tile(Job(scheme, n, k, rows, None, None), weights[0], x)
+            row: dict[str, Any] = {"layer": shapes[n, k], "n": n, "k": k, "scheme": scheme, "rows": rows}
+            row |= {"equal": True, "tiles": []}
+            for job in of_rows:
+                us, equal = timed(job, weights, x, y, args.repeats)
+                row["equal"] &= equal
+                if job.tile is None:
+                    row["us"] = us
+                elif job.split is not None:
+                    row["in_turn"] = us, job.tile
+                elif us is not None:
+                    row["tiles"].append((us, job.tile))
+            yield row | {"tiles": sorted(row["tiles"])}
 
 
 def timed(
-    words: Sequence[Any],
-    x: torch.Tensor,
-    tile: Tile | None,
-    splits: int | None = None,
-    like: torch.Tensor | None = None,
-) -> float | None:
-    """Times one product, in microseconds; None: the tile does not fit the GPU's shared memory or registers, or the
-    first weight's output is not `like`."""
-    from qarl_bridge.engine.cuda import ops
-
+    job: Job, weights: Sequence[tuple[Any, Any, Any]], x: torch.Tensor, y: torch.Tensor, repeats: int
+) -> tuple[float | None, bool]:
+    """Times one product: (microseconds, whether the first weight's is y to the bit). The former is None if the tile
+    does not fit the GPU's shared memory or registers."""
     try:
-        if like is not None and not torch.equal(ops.product(x, words[0], tile=tile, splits=splits), like):
-            return None
-        us = microseconds(lambda: [ops.product(x, one, tile=tile, splits=splits) for one in words], "cuda", 5)
+        equal = torch.equal(run_tile(job, weights[0], x), y)
     except Exception:  # Triton's, of shared memory or registers
         torch.cuda.synchronize()
-        return None
-    return round(us / len(words), 2)
+        return None, True
+    us = microseconds(lambda: [run_tile(job, held, x) for held in weights], "cuda", repeats)
+    return round(us / len(weights), 2), equal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,17 +318,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 256])
     parser.add_argument("--layers", type=int, default=8, help="with weights of their own")
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--tiles", action="store_true", help="every tile of the first scheme's products, on a GPU")
+    parser.add_argument("--tiles", action="store_true", help="each product alone under every tile, on a GPU")
+    parser.add_argument("--processes", type=int, default=12, help="that compile tiles")
     parser.add_argument("--out", help="write the rows there, one JSON object a line")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and {"nvfp4", "w4a16"} & set(args.schemes):
         parser.error("the products of nvfp4 and w4a16 need a Hopper GPU (H100, H200)")
     rows = []
-    for size in args.shapes:
-        for row in tiles(args, size) if args.tiles else compared(args, size, device):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    for row in tiles(args) if args.tiles else (row for size in args.shapes for row in compared(args, size, device)):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

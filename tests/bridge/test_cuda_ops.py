@@ -182,6 +182,22 @@ def test_words_in_parts_and_blocks_of_any_size_are_multiplied_as_what_they_stand
     """)
 
 
+def test_inputs_multiplied_at_a_time_are_of_one_part_and_of_whole_groups(run):
+    run("""
+        n = 64
+        for k, group, splits, inputs in (
+            (2048, 128, 2, 256), (1024, 1024, 1, 256), (1280, 32, 2, 128), (1280, 1280, 1, 256), (1536, 384, 2, 128),
+            (896, 896, 1, 128),
+        ):
+            assert ops._tile(8, n, k, 4, splits, group)[2] == inputs, (k, group)
+            packed = torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
+            x, mixed, scale = torch.randn(8, k).half(), ops.interleaved(packed), torch.rand(k // group, n).bfloat16()
+            found = ops.product(x, mixed, scale, splits=splits, out_dtype=torch.float32)
+            want = x.float() @ ops.dequantized(mixed, scale).float().t()
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-2)
+    """)
+
+
 def test_shards_are_added_by_rank_and_rounded_once(run):
     run("""
         torch.manual_seed(0)

@@ -18,7 +18,9 @@ from tests.reference import quant_reference
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (896, 4864), (1152, 896)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2560, 4096), (6144, 2560), (896, 4864), (1152, 896), (5120, 2048), (16384, 512)], ids=str
+)
 def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
     torch = pytest.importorskip("torch")
     from qarl_bridge.engine.cuda import asym_ops, ops
@@ -66,7 +68,7 @@ def learners(x, w, qt, bias):
     return jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=numerics))(x)
 
 
-@pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
+@pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896), (5120, 2048), (16384, 512)], ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased):
     torch = pytest.importorskip("torch")

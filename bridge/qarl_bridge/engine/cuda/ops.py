@@ -341,7 +341,7 @@ def product(
     if m == 0:
         return y
     if tile is None:
-        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, bits, splits)
+        tile = asym_ops.tile_of(m, k, bits, splits) if zeros else _tile(m, n, k, bits, splits, group)
     bm, bn, bk, warps, stages = tile
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
     partial, done = _workspace(x.device)
@@ -366,23 +366,29 @@ def product(
     return y
 
 
-# Of int4 words, by the most rows: (rows, outputs, inputs, warps, stages) for layers of few outputs and of many.
+# Of 4-bit words, by the most rows: (rows, outputs, inputs, warps, stages) for layers that give a multiprocessor one
+# thread block at most, for larger ones, and for layers of many outputs. Inputs are the most, see `_tile`.
 _INT4_TILES = {
-    16: ((16, 64, 128, 4, 4), (16, 64, 128, 4, 4)),
-    32: ((32, 64, 128, 4, 4), (32, 64, 128, 4, 4)),
-    64: ((64, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
-    128: ((128, 64, 128, 4, 4), (64, 128, 128, 4, 3)),
-    256: ((256, 64, 128, 4, 3), (256, 64, 128, 4, 3)),
-    512: ((128, 128, 128, 8, 3), (128, 128, 128, 8, 3)),
+    16: ((16, 64, 256, 4, 4), (16, 64, 256, 4, 4), (16, 64, 256, 4, 3)),
+    32: ((32, 64, 256, 4, 4), (32, 64, 256, 4, 3), (32, 64, 256, 4, 3)),
+    64: ((64, 64, 256, 4, 3), (64, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
+    128: ((128, 64, 256, 4, 3), (128, 64, 128, 4, 3), (64, 128, 128, 4, 3)),
+    256: ((128, 64, 128, 4, 3), (128, 64, 128, 4, 3), (128, 64, 128, 4, 3)),
+    512: ((128, 128, 128, 8, 3), (128, 128, 128, 8, 3), (128, 128, 128, 8, 3)),
 }
+_ALONE = 132 * 64  # outputs, in all parts of K: a tile of 64 for each multiprocessor
 _MANY = 16384  # outputs
 
 
-def _tile(m: int, n: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
-    """Chooses (rows, outputs, inputs, warps, stages), tuned on an H100 for layers of Qwen3-4B and 8B."""
+def _tile(m: int, n: int, k: int, bits: int, splits: int, group: int) -> tuple[int, int, int, int, int]:
+    """Chooses (rows, outputs, inputs, warps, stages). Words take the table's inputs at a time if all parts of K are
+    multiples of them, and no tile has a part of a group beside another's; otherwise 128."""
     if bits == 4:
         rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
-        return _INT4_TILES[rows][n >= _MANY]
+        column = (n * splits > _ALONE) + (n >= _MANY)
+        rows, outputs, inputs, warps, stages = _INT4_TILES[rows][column]
+        fits = asym_ops.in_whole(inputs, k, splits) and (inputs % group == 0 or group % inputs == 0)
+        return rows, outputs, inputs if fits else split_k.STEP, warps, stages
     if m <= 128:
         return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
     if m <= 512:
