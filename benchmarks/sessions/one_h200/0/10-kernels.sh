@@ -9,7 +9,15 @@ if [ -n "$TINY" ]; then
   export JAX_PLATFORMS=cpu
   products=(--shapes tiny --rows 1 8 --layers 2 --repeats 3 --schemes w2a16_asym:g32 w2a2:g32)
 fi
-limited products 150 $PYTHON -m benchmarks.low_bit_products "${products[@]}" --out "$RESULTS/products.jsonl" || true
+tiles() { # NAME SECONDS OPTIONS...
+  local name=$1 most=$2
+  shift 2
+  [ -n "$TINY" ] || limited "$name" "$most" $PYTHON -m benchmarks.low_bit_products --tiles --layers 2 --repeats 7 --processes 14 \
+    "$@" || true
+}
+tiles tiles4 110 --shapes 4b qwen2.5-32b 8b qwen2.5-7b qwen2.5-14b --schemes nvfp4 w4a16 --rows 8 32 64 128 256
+tiles tiles_asym 50 --shapes qwen2.5-32b 8b --schemes w2a16_asym:g32 w3a16_asym:g32 --rows 128 256
+limited products 120 $PYTHON -m benchmarks.low_bit_products "${products[@]}" --out "$RESULTS/products.jsonl" || true
 if [ -z "$TINY" ]; then
   bash benchmarks/offline_host.sh await
   limited exact 240 $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_cuda_ops.py \

@@ -1,0 +1,20 @@
+# The runs of experiments/qwen25_coder/PLAN_noise.md with the 0.5B, four at a time on an H200 (JOBS), seed by seed. RUNS
+# ("nvfp4_aqn:1 ...") runs others. MODELS holds qwen25-coder-0.5b.
+# TINY=1 RESULTS=DIR MODELS=DIR QUEUE=DIR tries an arm of each base on a CPU.
+model=$MODELS/qwen25-coder-0.5b runs=({nvfp4_aqn,nvfp4,w4a16,bf16}:1 {nvfp4_aqn,nvfp4,w4a16,bf16}:2 {nvfp4_aqn,nvfp4,w4a16,bf16}:3)
+more=() least=${LEAST:-450}
+[ -z "${RUNS:-}" ] || read -r -a runs <<<"$RUNS"
+if [ -n "${TINY:-}" ]; then
+  runs=(nvfp4_aqn:1 w4a16:1 bf16:1) least=1
+  more=(train.steps=2 train.prompts_per_step=2 train.prompts_per_update=1 rollout.num_samples_per_prompt=2 eval.num_prompts=2
+    rollout.max_response_len=8 rollout.engine.max_model_len=400 rollout.engine.max_num_seqs=8 rollout.engine.kv_cache_gb=0.3
+    rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128 eval.num_samples=2
+    train.entropy_coef=0.01) # a gradient, whatever the reward
+else
+  bash benchmarks/offline_host.sh await "$model/model.safetensors"
+  # On a GPU of 141 GB each of four runs has 17.5 GiB for its learner, which is planned to take 7.
+  export JOBS=${JOBS:-4} FRACTION=${FRACTION:-0.125}
+fi
+CONFIG=noise SUITES=none EVAL_S=0 LEAST=$least MODEL=$model bash experiments/qwen25_coder/stretch.sh "$RESULTS/noise" \
+  $(($(bash benchmarks/offline_host.sh left) < 100000 ? $(bash benchmarks/offline_host.sh left) - 5 : 100000)) "${runs[@]}" -- \
+  "${more[@]}"
