@@ -50,9 +50,10 @@ DRY_RUN = (
 )
 
 GPU_GB = (
-    "with --dry-run: plan for a GPU of that many GiB, as CUDA finds them: 22 of 24 GB (L4), 44.4 of 48 (L40S), 79.1 of 80"
-    " (H100), 139.8 of 141 (H200)"
+    "with --dry-run: plan for a GPU of that many GiB, as CUDA finds them: 22 of 24 GB (L4), 44.4 of 48 (L40S),"
+    " 79.1 of 80 (H100), 139.8 of 141 (H200)"
 )
+
 
 def run(cfg: RunConfig, prompts: Prompts) -> None:
     """Trains from the last checkpoint, or from the start, until `train.steps`, an interrupt or an error."""
