@@ -39,36 +39,47 @@ def measure(folder: str, way: str, lr: float, updates: int) -> dict[str, float]:
     """Applies updates to a model's masters and measures how far these move, over all weights together.
 
     Returns:
-      moved: mean share of weights that an update changes. covered: the way from first to last masters along the one
-      that float32 sums of the same updates would go, over its length (1: all of it).
+      moved: mean share of weights that an update changes. moved_by_all: share that differs after the last one. covered:
+      the way from first to last masters along the one that float32 sums of the same updates would go, over its length
+      (1: all of it).
     """
     dtype, rounding = WAYS[way]
-    graphdef, params, qweights = models.split(models.load_hf(folder, param_dtype=dtype))
+    load = lambda: models.split(models.load_hf(folder, param_dtype=dtype))  # noqa: E731
+    graphdef, tree, qweights = load()
     optimizer = leafwise.Optimizer(build.Muon(lr=lr, weight_decay=0.0, master_rounding=rounding), updates)
     vocab = models.config_of(graphdef).vocab_size
 
     @jax.jit
-    def step(params: Any, state: Any, key: jax.Array) -> Any:
+    def gradient(params: Any, key: jax.Array) -> Any:
         tokens = jax.random.randint(key, (4, 64), 0, vocab)
-        grads = jax.grad(functools.partial(loss, graphdef))(params, qweights, tokens)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        scalars = optimizer.scalars(state.count, leafwise.clipping_norm(grads))
-        arrays = jax.tree.leaves(grads), jax.tree.leaves(params), leafwise.moments_of(params, state)
-        each = zip(optimizer.leaves(params), *arrays, strict=True)
-        asked = [optimizer.step(leaf, scalars, *own)[0] for leaf, *own in each]
-        after, state, _ = leafwise.update(optimizer, grads, state, params)
-        changed = sum(jnp.sum(a != b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
-        return after, state, asked, changed
+        return jax.grad(functools.partial(loss, graphdef))(params, qweights, tokens)
 
-    first, state = params, leafwise.init(optimizer, params)
-    total = [jnp.zeros(p.shape, jnp.float32) for p in jax.tree.leaves(params)]
-    size, moved = sum(p.size for p in jax.tree.leaves(params)), 0
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4, 5))
+    def step(leaf: leafwise.Leaf, scalars: Any, grad: Any, param: Any, moments: Any, total: Any) -> Any:
+        asked, moments = optimizer.step(leaf, scalars, grad, param, moments)
+        after = optimizer.added(leaf, scalars.updates, param, asked)
+        return after, moments, total + asked, jnp.sum(after != param)
+
+    leaves, (params, structure) = optimizer.leaves(tree), jax.tree.flatten(tree)
+    moments = leafwise.moments_of(tree, leafwise.init(optimizer, tree))
+    del tree  # the steps donate its leaves
+    totals = [jnp.zeros(param.shape, jnp.float32) for param in params]
+    size, moved = sum(param.size for param in params), 0
     for number in range(updates):
-        params, state, asked, changed = step(params, state, jax.random.fold_in(jax.random.key(0), number))
-        total, moved = list(map(jnp.add, total, asked)), moved + int(changed)
-    way_made = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), params, first)
-    dot = lambda a, b: float(sum(jnp.vdot(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)))  # noqa: E731
-    return {"moved": moved / updates / size, "covered": dot(way_made, total) / dot(total, total)}
+        key = jax.random.fold_in(jax.random.key(0), number)
+        grads = jax.tree.leaves(gradient(structure.unflatten(params), key))
+        scalars = jax.jit(optimizer.scalars)(jnp.int32(number), leafwise.clipping_norm(grads))
+        for i in reversed(range(len(leaves))):  # each gradient is given back once it is used
+            made = step(leaves[i], scalars, grads.pop(), params[i], moments[i], totals[i])
+            params[i], moments[i], totals[i], changed = made
+            moved += int(changed)
+    del moments
+    by_all, along, asked = 0, 0.0, 0.0
+    for first, last, total in zip(jax.tree.leaves(load()[1]), params, totals, strict=True):
+        by_all += int(jnp.sum(last != first))
+        along += float(jnp.vdot(last.astype(jnp.float32) - first.astype(jnp.float32), total))
+        asked += float(jnp.vdot(total, total))
+    return {"moved": moved / updates / size, "moved_by_all": by_all / size, "covered": along / asked}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,6 +49,11 @@ DRY_RUN = (
     " Reward and engine are not started; qarl_jax.doctor starts them."
 )
 
+GPU_GB = (
+    "with --dry-run: plan for a GPU of that many GiB, as CUDA finds them: 22 of 24 GB (L4), 44.4 of 48 (L40S),"
+    " 79.1 of 80 (H100), 139.8 of 141 (H200)"
+)
+
 
 def run(cfg: RunConfig, prompts: Prompts) -> None:
     """Trains from the last checkpoint, or from the start, until `train.steps`, an interrupt or an error."""
@@ -133,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train", config="YAML file, or the name of one in configs/", needed=True, description=__doc__.split("\n")[0]
     )
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN)
-    parser.add_argument("--gpu-gb", type=float, help="with --dry-run: plan for a GPU of that many GiB")
+    parser.add_argument("--gpu-gb", type=float, help=GPU_GB)
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for so many GPUs (all of mesh.fsdp=-1)")
     args = parser.parse_args(argv)
     if not args.dry_run and (args.gpus, args.gpu_gb) != (None, None):

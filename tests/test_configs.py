@@ -11,6 +11,7 @@ import functools
 import json
 import pathlib
 import re
+import textwrap
 
 import pytest
 import yaml
@@ -30,6 +31,7 @@ from tests.reference import tiny
 ROOT = pathlib.Path(__file__).parents[1]
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
 PAPERS = ROOT / "configs" / "papers"
+RESULTS = ROOT / "benchmarks" / "results"
 TABLES = sorted(PAPERS.glob("*arms.yaml"))
 RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
 QAT = sorted((ROOT / "configs" / "qat").glob("*.yaml"))
@@ -143,15 +145,37 @@ def planned(path, folders, gpus, size, *overrides):
     return settled, made
 
 
+def forecast_of(settled, size):
+    """Returns the time of a step as a dry run prints it, "158 min"; "": it prints none."""
+    line = forecast.line(settled, int(GIB_OF[size] * 2**30)) or ""
+    gpu = {24: "L4", 48: "L40S", 80: "H100", 141: "H200"}[size]
+    assert not line or f" on {gpu} (forecast, " in line
+    return line.partition(" on ")[0]
+
+
+def step_of(settled, made, size):
+    """Says in the words of a header how long a step is by forecast, and what a GPU holds by the plan."""
+    took = forecast_of(settled, size)
+    words = f"{took}{'' if forecast.all_counted(settled) else ' and more'}" if took else "not forecast"
+    held = [round(part / 2**30) for part in (made.needed, made.reserved, made.one_base) if part]
+    return f"{words}, {' + '.join(map(str, held))} GiB"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path, said in ON_GPUS.items() if said], ids=name)
-def test_every_arm_fits_its_headers_hardware_with_an_engine_on_every_gpu(path, folders):
+def test_every_arm_fits_its_headers_hardware_as_the_header_says(path, folders):
     gpus, size = map(int, ON_GPUS[path].groups())
     own = "arms" in yaml.safe_load(path.read_text())  # a file made from another answers for its own run
-    for arm in [[f"arm={arm}"] for arm in schema.arms_of(config.RunConfig, path)] if own else [[]]:
-        settled, _ = planned(path, folders, gpus, size, *arm)
-        if settled.rollout.engine_name == "vllm" and size in (80, 141):
-            assert re.match(r"\d+ (s|min) on H[12]00 ", forecast.line(settled, int(GIB_OF[size] * 2**30)))
+    arms, groups = schema.arms_of(config.RunConfig, path) if own else [""], {}
+    for arm in arms:
+        settled, made = planned(path, folders, gpus, size, *([f"arm={arm}"] if arm else []))
+        groups.setdefault(step_of(settled, made, size), []).append(arm)
+    if path.parent == QWEN:  # short steps, of which docs/appendix/qwen25_coder.md has measured ones
+        return
+    lines = [f"{words}: {', '.join(arms)}" if own else words for words, arms in groups.items()]
+    indents = {"initial_indent": "#             ", "subsequent_indent": "#               "}
+    for line in (textwrap.fill(line, 130, **indents) for line in lines):
+        assert f"{line}\n" in path.read_text(), line
 
 
 @pytest.mark.nightly
@@ -187,26 +211,28 @@ def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
         assert row["planned"] == {
             "learner": pytest.approx(made.needed / 2**30, abs=0.6),
             "engine": pytest.approx(made.reserved / 2**30, abs=0.6),
+            "step": forecast_of(settled, size),
         }, arm
         model = pathlib.Path(config.load(RECIPES, [f"arm={arm}"]).model.path).name
         assert model in row["about"]
-        held = f"{row['planned']['learner']} | {row['planned']['engine']}"
+        held = " | ".join(str(row["planned"][part]) for part in ("learner", "engine", "step"))
         assert f"| {gpus} x {size} GB | `{arm}` | {model} | {held} |" in FIRST_RUN
-        gpu = {24: "L4", 48: "L40S", 80: "H100", 141: "H200"}[size]
-        assert re.match(rf"\d+ (s|min) on {gpu} ", forecast.line(settled, int(GIB_OF[size] * 2**30))), arm
         assert (settled.train.grad_dtype == "bfloat16") == ("bfloat16 gradients" in row["about"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", QERL)
-def test_qerls_headers_say_what_the_plan_says_of_each_size(model, folders):
-    path = PAPERS / f"{model}.yaml"
-    said = re.findall(r"(\d+), (\d+) and (\d+) \((\d+)B", re.sub(r"\n# +", " ", path.read_text()))
-    assert [size for *_, size in said] == ["3", "7", "14", "32"]
-    for *gib, size in said:
-        _, made = planned(path, folders, 1, 80, f"arm={size}b_nvfp4_aqn")
-        held = (sum(made.learner.values()), made.engine["KV cache"], made.one_base)
-        assert [int(x) for x in gib] == pytest.approx([x / 2**30 for x in held], abs=0.6), size
+def test_a_run_that_was_made_stands_beside_its_plan():
+    """Its seconds a step are those of the record, in the table of arms or in its config's header."""
+    for record in ("recipes_h100", "recipes_h200", "recipes_16k_planned_h200"):
+        for row in json.loads((RESULTS / f"{record}.json").read_text())["rows"]:
+            if "seconds" not in row:
+                continue
+            took, arm = f"{row['seconds']['step']:.1f} s", row["overrides"][0].removeprefix("arm=")
+            gpus = f"{['one', 'two'][row['cards'] - 1]} {record[-4:].upper()}"
+            if ROOT / row["recipe"] == RECIPES:
+                assert f"{took} on {gpus}" in MACHINES[arm]["measured"]
+            else:
+                said = re.search(r"#   measured .*", (ROOT / row["recipe"]).read_text())[0]
+                assert all(words in said for words in (took, gpus, record))
 
 
 @pytest.mark.slow

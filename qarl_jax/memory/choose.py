@@ -199,6 +199,7 @@ def _wider(cfg: RunConfig) -> dict[str, Any] | None:
 
 _ROWS = "train.micro_batch_rows"
 _MOST_ROWS = 8  # of a micro-batch on each device
+_ROOM = 0.8  # of a KV cache in the next larger one; with halves up to half of the memory that is left lay idle
 _TRANSPORT = "rollout.engine.transport"
 _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
 
@@ -442,7 +443,7 @@ def _cache(cfg: RunConfig, size: int) -> Knob:
     sequences = at_once(cfg)
     rooms = [sequences]
     while rooms[-1] > 1:
-        rooms.append(math.ceil(rooms[-1] / 2))
+        rooms.append(int(rooms[-1] * _ROOM))
     return [
         Choice(
             settings=_sized(cfg, size, room),

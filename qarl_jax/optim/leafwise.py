@@ -165,6 +165,17 @@ class Optimizer:
             update = update + decay * param
         return scalars.lr[leaf.rule] * update, moments
 
+    def added(self, leaf: Leaf, count: Array, param: Array, update: Array, first: Any = None) -> Array:
+        """Adds an update to a master in float32, and rounds the sum to the master's dtype by `master_rounding`.
+
+        Args:
+          count: int32, number of earlier updates. leaf, param, first: as in `step`. update: what it computed.
+        """
+        total = param.astype(jnp.float32) + update
+        if param.dtype != jnp.bfloat16 or self.cfg.master_rounding == "nearest":
+            return total.astype(param.dtype)
+        return round_stochastically(total, rounding_seed(count, _MASTERS + leaf.place, first))
+
     def _adam(self, scalars: Scalars, seed: Array, grad: Array, stored_mu: Any, stored_nu: Any) -> tuple[Any, ...]:
         """AdamW's direction, and both moments as they are stored."""
         blocks = isinstance(stored_mu, Blocks) or isinstance(stored_nu, Blocks)
@@ -312,13 +323,8 @@ def advance(
     made = [optimizer.step(leaf, scalars, grad, param, held, first) for leaf, grad, param, held in each]
     updates, stored = [update for update, _ in made], [held for _, held in made]
 
-    def added(leaf: Leaf, param: Array, update: Array) -> Array:
-        total = param.astype(jnp.float32) + update
-        if param.dtype != jnp.bfloat16 or optimizer.cfg.master_rounding == "nearest":
-            return total.astype(param.dtype)
-        return round_stochastically(total, rounding_seed(count, _MASTERS + leaf.place, first))
-
-    after = list(map(added, leaves, params, updates))
+    added = zip(leaves, params, updates, strict=True)
+    after = [optimizer.added(leaf, count, param, update, first) for leaf, param, update in added]
     sums = squares(updates), squares(list(params))
     return *select(_moves(norms[0]), (after, stored), (list(params), list(moments))), sums
 
