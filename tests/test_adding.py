@@ -143,6 +143,7 @@ import jax, jax.numpy as jnp, numpy as np
 from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 
+jax.config.update("jax_disable_most_optimizations", True)  # in a tenth of the time: no claim is about the compiler
 MODEL = "assets/tiny-qwen3"
 config = quant.parse_scheme("w5a16")
 assert str(config) == "w5a16" and "w5a16" in quant.scheme_names()

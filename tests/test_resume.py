@@ -34,7 +34,7 @@ PATIENCE_S = 400  # for one process, on a machine that does other things as well
 
 pytestmark = pytest.mark.usefixtures("shared_learners")  # of the runs in this process
 
-# What a fork need not import again. Plots are left by the undisturbed run alone, a process of its own.
+# What a fork need not import again. No run leaves plots (tests/test_train.py has one that does).
 IMPORTED = """
 from transformers import PreTrainedTokenizerFast
 from qarl_jax import plot, train
@@ -109,10 +109,10 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(world, environment):
+def uninterrupted(world, started):
     """Records of the run that nobody disturbed."""
     whole = world.changed(run_dir=str(world.folder / "whole"))
-    assert wait(start(whole, environment))[0] == 0
+    assert started(whole)[0] == 0
     return outcome(whole)
 
 

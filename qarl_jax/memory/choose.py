@@ -315,7 +315,7 @@ def _plans(cfg: RunConfig, size: int, knobs: Knobs) -> Iterator[tuple[Choice, Pl
     learners: dict[int, dict[str, int] | None] = {}
     engines: dict[int, Plan | None] = {}
     pairs = itertools.product(range(len(ours)), range(len(theirs)))
-    for i, j in sorted(pairs, key=lambda pair: (ours[pair[0]].cost + theirs[pair[1]].cost, pair)):
+    for i, j in sorted(pairs, key=lambda pair: (ours[pair[0]].cost + theirs[pair[1]].cost).price):
         if i not in learners:
             changed = _valid(cfg, ours[i])
             learners[i] = None if changed is None else learner.parts(on_a_gpu(changed), per_device=True)
@@ -389,8 +389,11 @@ def _kept(cfg: RunConfig, knob: Knob) -> Knob:
 
 
 def _remat(cfg: RunConfig) -> Knob:
-    policies = ("dots", "mixer", "attention", "full")
-    return [Choice(settings={"model.remat": p}, cost=Cost(seconds=costs.remat_seconds(cfg, p))) for p in policies]
+    seconds = costs.remat_seconds(cfg)
+    return [
+        Choice(settings={"model.remat": policy}, cost=Cost(seconds=seconds[policy]))
+        for policy in ("dots", "mixer", "attention", "full")
+    ]
 
 
 def _offload(cfg: RunConfig, owner: str) -> Knob:

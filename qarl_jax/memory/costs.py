@@ -88,9 +88,11 @@ def _token_seconds(cfg: RunConfig) -> float:
     return (published_bytes(cfg) + learner.one_base_bytes(cfg)) / DECODE_BYTES + LAUNCH_S
 
 
-def remat_seconds(cfg: RunConfig, policy: str) -> float:
-    """Estimates the seconds per step that recomputation of layers adds; their forward is a third of their update."""
-    return update_seconds(cfg, of_layers=True) * REPEATED[policy] / 3
+def remat_seconds(cfg: RunConfig) -> dict[str, float]:
+    """Estimates the seconds per step that each policy's recomputation of layers adds; their forward is a third of their
+    update."""
+    update = update_seconds(cfg, of_layers=True)
+    return {policy: update * repeated / 3 for policy, repeated in REPEATED.items()}
 
 
 def rows_of_an_update(cfg: RunConfig) -> int:

@@ -83,7 +83,6 @@ class Trainer:
         self.loss = over_widths(loss, widths) if widths else loss
         self.optimizer = leafwise.Optimizer(optimizer, plan.updates)
         self.saving = checkpoint.Config(every=every, keep=2, asynchronous=False)
-        self.init = jax.jit(self.optimizer.init)  # one program for all layers
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
 
     def _step(self, params: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any, jax.Array]:
@@ -108,7 +107,8 @@ class Trainer:
         Raises:
           DivergedError: the loss is not finite.
         """
-        opt_state, losses, running = self.init(params), list[float](), list[jax.Array]()
+        # placed as the masters are: the first update has the program of the others
+        opt_state, losses, running = leafwise.init(self.optimizer, params), list[float](), list[jax.Array]()
 
         def wait(left: int) -> None:  # for updates, until no more than `left` of them run
             while len(running) > left:

@@ -165,7 +165,7 @@ def test_an_addend_meets_the_rounded_product(run):
 
 def test_words_in_parts_and_blocks_of_any_size_are_multiplied_as_what_they_stand_for(run):
     run("""
-        m, n, k = 70, 192, 2048
+        m, n, k = 36, 128, 2048  # several blocks of the smallest tile, less than one of the largest
         x, packed = torch.randn(m, k).half(), torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
         # Of floats' words four scales are one: 64 inputs.
         for group, floats in ((32, False), (128, False), (256, False), (1024, False), (64, True)):

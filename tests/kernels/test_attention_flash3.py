@@ -23,6 +23,7 @@ from qarl_jax.models import attention as attention_module
 from qarl_jax.models.attention import _flash3, attention, choose
 from qarl_jax.numerics.attention import flash_block
 from qarl_jax.runtime import mesh
+from tests.reference.cases import each_once
 from tests.reference.hf_models import relative
 from tests.reference.one_layer import on_hopper
 
@@ -67,8 +68,7 @@ def share_equal(mine, theirs):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_as_a_run")
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("head_dim", "packed"), each_once([32, 64, 128], [True, False]))
 def test_equals_the_formula_in_float64_and_the_xla_form_of_the_same_blocks(head_dim, packed):
     q, k, v, _ = operands(head_dim)
     segment_ids = SEGMENTS if packed else None

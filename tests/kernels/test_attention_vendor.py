@@ -116,7 +116,7 @@ def as_cudnn_bwd(saved, g):
 as_cudnn.defvjp(lambda *args: (as_cudnn(*args), args), as_cudnn_bwd)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+@pytest.mark.parametrize("at_once", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4)), 3])
 def test_gradients_of_a_few_runs_at_a_time_are_those_of_all(at_once, monkeypatch):
     """With cuDNN replaced by a function that sets no position outside of its runs."""
     monkeypatch.setattr(attention_vendor, "_packed", as_cudnn)

@@ -26,6 +26,7 @@ from tests.reference import one_layer, tiny
 from tests.reference.one_layer import CUDA, assert_equal_bits, interpreter, on_hopper
 
 LOW, NARROW, WIDE = product_hopper.LOW, product_hopper.NARROW, product_hopper.CHOSEN
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
@@ -53,11 +54,11 @@ def formula(x_q, s_x, w_q, s_w, bias=None):
     ("shape", "tile", "bias"),
     [
         ((1, 384, 384), LOW, True),
-        ((64, 128, 128), LOW, False),
-        ((70, 384, 1024), NARROW, True),
+        nightly((64, 128, 128), LOW, False),
+        nightly((70, 384, 1024), NARROW, True),
         ((65, 48, 400), NARROW, False),
         ((200, 512, 640), WIDE, True),
-        ((128, 1024, 512), WIDE, False),
+        nightly((128, 1024, 512), WIDE, False),
     ],
     ids=str,
 )

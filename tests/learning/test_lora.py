@@ -126,7 +126,7 @@ def test_one_master_of_the_base_is_held_at_a_time(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16:g32", "nvfp4"])
+@pytest.mark.parametrize("scheme", [nightly("w4a16:g32"), "nvfp4"])
 def test_a_base_made_some_layers_at_a_time_is_the_one_made_whole(scheme, tmp_path, monkeypatch):
     cfg = world(tmp_path, quant={"forward": scheme, "engine": "cpu"}).config
     mesh = build.make_mesh(cfg)

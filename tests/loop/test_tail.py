@@ -22,6 +22,8 @@ from tests.reference import tiny
 from tests.reference.aligned import STEPS, Run, assert_same_bits
 from tests.reference.bridge_world import alive
 
+pytestmark = pytest.mark.usefixtures("shared_learners")
+
 FIRST = 8  # responses of the first mini-batch
 
 

@@ -42,8 +42,11 @@ def runnable():
     return cpu_build.runnable(torch)
 
 
-# AVX-512 without bf16 is nightly, as whole models of a real width are.
-@pytest.fixture(params=[pytest.param(b, marks=[pytest.mark.nightly] * (b == "avx512")) for b in (*BUILDS, "arm")])
+# The builds between AVX2 and AMX are nightly, as whole models of a real width are.
+BETWEEN = ("avx512", "avx512_bf16")
+
+
+@pytest.fixture(params=[pytest.param(b, marks=[pytest.mark.nightly] * (b in BETWEEN)) for b in (*BUILDS, "arm")])
 def build(request):
     """Each build, said in the summary (conftest.py): run here, or why not."""
     possible = runnable()

@@ -217,7 +217,7 @@ class KilledError(Exception):
     [
         pytest.param(41, 5, marks=pytest.mark.slow),
         pytest.param(8, 5, marks=pytest.mark.nightly),
-        pytest.param(41, 1000, marks=pytest.mark.slow),
+        pytest.param(41, 1000, marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after, every, monkeypatch):

@@ -17,12 +17,14 @@ from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import asym_grid, fp8, nvfp4, w2a2, w2a16_asym, w4a4, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
-from tests.reference.cases import each_once, named
+from tests.reference.cases import each_once, few, named
 
 CONFIGS = [
     *(w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32), nvfp4.Config()),
     *(w2a16_asym.Config(), w4a4.Config()),
 ]
+# Of rows, dtypes and programs, which a scheme shares with others.
+FEW = [None, w8a8.Config(), nvfp4.Config(), w2a16_asym.Config()]
 M, N, K = 24, 48, 128
 as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
@@ -180,7 +182,9 @@ def test_the_masters_value_is_never_read(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "lead"), each_once([None, *CONFIGS], [(), (5,), (2, 3), (2, 1, 3)]), ids=named)
+@pytest.mark.parametrize(
+    ("config", "lead"), few(each_once([None, *CONFIGS], [(), (5,), (2, 3), (2, 1, 3)]), FEW), ids=named
+)
 def test_leading_dims_of_any_rank_are_rows(config, lead):
     x, w, _ = data(8)
     x = jnp.asarray(x[: int(np.prod(lead, dtype=int))])
@@ -192,7 +196,9 @@ def test_leading_dims_of_any_rank_are_rows(config, lead):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "dtype"), each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), ids=named)
+@pytest.mark.parametrize(
+    ("config", "dtype"), few(each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), FEW), ids=named
+)
 @as_a_run
 def test_jit_equals_eager(config, dtype):
     x, w, b = data(9)
@@ -277,7 +283,7 @@ def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "master_dtype"), each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), ids=named
+    ("config", "master_dtype"), few(each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), FEW), ids=named
 )
 def test_gradients_have_the_dtype_of_what_they_belong_to(config, master_dtype):
     x, w, b = data(12)
@@ -352,7 +358,7 @@ def _take(tree, i):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("config", few(each_once([None, *CONFIGS]), FEW), ids=named)
 @as_a_run
 def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_seen(config):
     rng = np.random.default_rng(16)
@@ -376,7 +382,9 @@ def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "profile"), each_once([None, *CONFIGS], ["plain", "cpu"]), ids=named)
+@pytest.mark.parametrize(
+    ("config", "profile"), few(each_once([None, *CONFIGS], ["plain", "cpu"]), [*FEW, w4a8.Config(32)]), ids=named
+)
 def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
     numerics = resolve(profile)
     rng = np.random.default_rng(15)
@@ -502,8 +510,7 @@ def test_bf16_products_on_cpu_are_full_float32_products():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize(("config", "platform"), few(each_once([None, *CONFIGS], ["cuda", "tpu"]), FEW), ids=named)
 def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config):
     w = jnp.zeros((4, N, K))
     qt = None if config is None else quant.quantize(w, config)

@@ -22,6 +22,11 @@ def each_once(*choices: Sequence[Any]) -> list[Any]:
     ]
 
 
+def few(cases: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    """Of cases of `each_once`, those nightly whose first value is not among `kept`."""
+    return [case if case.values[0] in kept else pytest.param(*case.values, marks=pytest.mark.nightly) for case in cases]
+
+
 def _marks(kept: bool) -> Any:
     return () if kept else pytest.mark.nightly
 

@@ -159,7 +159,9 @@ GREEDY = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "sleeps")) for name in GREEDY]
+)
 def test_a_program_that_takes_too_much_is_stopped_in_time(reward, name):
     start = time.monotonic()
     assert score(reward, f"```python\nimport os\ndef double(x):\n    return 2 * x\n{GREEDY[name]}\n```") == 0.0

@@ -72,7 +72,9 @@ def test_scores_come_back_in_order(make_pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["hang", "spin", "die", "half", "garbage"])
+@pytest.mark.parametrize(
+    "trouble", ["hang", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("spin", "half")), "die", "garbage"]
+)
 def test_a_bad_task_gets_none_and_harms_no_other(make_pool, trouble):
     pool = make_pool(timeout_s=2.0)
     start = time.monotonic()

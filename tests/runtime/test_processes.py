@@ -254,7 +254,13 @@ sys.exit(main())
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "how", "ends"),
-    [(0, "killed", -9), (2, "killed", -9), (1, "mistaken", 2), (1, "agreed", 2), (-1, "none", 0)],
+    [
+        (0, "killed", -9),
+        (2, "killed", -9),
+        (1, "mistaken", 2),
+        (1, "agreed", 2),
+        pytest.param(-1, "none", 0, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_process_whose_partner_ends_says_so_in_one_sentence(victim, how, ends):
     codes, said = launch(lambda number: ["-c", ENDING, number, victim, how], count=3)
