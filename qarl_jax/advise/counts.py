@@ -190,8 +190,10 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
     weights, model = weights_of(cfg, rollout=False), learner.model_of(cfg)
     length = min(float(cfg.row_len), cfg.data.prompt_limit + mean_len)
     micro_batches, rows = _rows(cfg, length)
+    gradients = 0.0
     if backward:
         micro_batches *= cfg.train.update_epochs
+        gradients = micro_batches * costs.gradient_bytes(cfg)
     tokens = float(micro_batches * rows * cfg.row_len)  # padding is multiplied, too
     shapes = dataclasses.replace(weights, experts=0)
     experts = 2.0 * tokens * _active(model) * weights.experts
@@ -219,6 +221,7 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
         "grouped": grouped,
         "attention": attention,
         "stream": passes * tokens * model.num_layers * width * ACTIVATION_BYTES / machine.bandwidth,
+        "stream_gradients": gradients / machine.bandwidth,
         "exchange": micro_batches * costs.exchanged_bytes(cfg, backward=backward) / machine.link,
         "micro_batch": float(micro_batches * model.num_layers),
     }

@@ -14,6 +14,7 @@ import math
 
 import jax
 
+from qarl_jax import quant
 from qarl_jax.memory import learner
 from qarl_jax.memory.engine import at_once, published_bytes, share
 from qarl_jax.models import by_path
@@ -21,8 +22,10 @@ from qarl_jax.models.params import part_of
 from qarl_jax.observe import flops
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime.mesh import batch_shards
 
-LEARNER_FLOPS = 400e12  # per second and GPU, of a dense model; a MoE model has 67e12 to 160e12 and is priced too low
+LEARNER_FLOPS = 600e12  # per second and GPU, of a dense model; a MoE model has 67e12 to 160e12 and is priced too low
+LOW_BIT = 1.7  # times as fast are the products of a forward in eight bits
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
 SHARED_BYTES = 0.1e9  # per second of a version through host memory, checks included (recipes_h100.json)
 SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and small (step_30b_a3b_two_h200.json)
@@ -30,7 +33,8 @@ ROUNDING_S = 3600.0  # a step, for the least of the choices that round otherwise
 DECODE_BYTES = 2.5e12  # per second of weights read for a token
 LAUNCH_S = 0.005  # of an engine's step, whatever it reads
 LINK_BYTES = 260e9  # per second between GPUs of a host; as fitted in advise/forecast.py
-MICRO_LAYER_S = 0.2e-3  # of a layer in a micro-batch, whatever its rows; as fitted in advise/forecast.py
+MICRO_LAYER_S = 0.05e-3  # of a layer in a micro-batch, whatever its rows; as fitted in advise/forecast.py
+GRADIENT_BYTES = 1.2e12  # per second of `gradient_bytes`; likewise
 # Share of the forward that the backward repeats, by `model.remat`.
 REPEATED = {"none": 0.0, "dots": 0.05, "mixer": 0.6, "attention": 0.9, "full": 1.0}
 
@@ -115,12 +119,24 @@ def exchanged_bytes(cfg: RunConfig, *, backward: bool) -> float:
     return (gathered + backward * (gathered + gradients)) * (1.0 - 1.0 / shards)
 
 
+def gradient_bytes(cfg: RunConfig) -> float:
+    """Returns the bytes that a device moves to add a micro-batch's gradients to their sum.
+
+    A gradient is written in bfloat16 and read again; the sum is read and written. Only tensor and expert shards divide
+    them: shards of a batch compute whole gradients first.
+    """
+    learned, mesh = learner.shapes(cfg).learned, learner.planned_mesh(cfg)
+    summed = learner.nbytes(learned, None, cfg.train.grad_dtype_or_float32)
+    return 2.0 * (learner.nbytes(learned, None, "bfloat16") + summed) * batch_shards(mesh) / mesh.size
+
+
 def micro_batch_seconds(cfg: RunConfig) -> float:
-    """Estimates the seconds per step of the division into micro-batches: launches, exchange, and rows of padding."""
+    """Estimates the seconds per step of the division into micro-batches: launches, gradients, exchange, and padding."""
     rows, updates = rows_of_an_update(cfg), cfg.train.updates_per_step
     micro_batches = -(-rows // cfg.micro_batch_rows)
     padding = update_seconds(cfg) * (micro_batches * cfg.micro_batch_rows - rows) / rows
-    each = MICRO_LAYER_S * learner.model_of(cfg).num_layers + exchanged_bytes(cfg, backward=True) / LINK_BYTES
+    each = MICRO_LAYER_S * learner.model_of(cfg).num_layers + gradient_bytes(cfg) / GRADIENT_BYTES
+    each += exchanged_bytes(cfg, backward=True) / LINK_BYTES
     return updates * micro_batches * each + padding
 
 

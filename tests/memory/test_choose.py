@@ -40,7 +40,7 @@ FEW = ("papers/qwen25_math_1p5b", "tbpo", 8, 79.1)
     [
         (ROUNDED, "mesh.fsdp=4 train.micro_batch_rows=4"),
         ((*FASTER, 28, "model.remat=none"), "mesh.fsdp=2 train.micro_batch_rows=2 model.remat=attention"),
-        ((*FASTER, 36, "model.remat=none"), "model.remat=dots"),
+        ((*FASTER, 36, "model.remat=none"), "model.remat=mixer"),
     ],
     ids=["without rounding", "faster on two", "faster on three"],
 )
@@ -109,7 +109,8 @@ def test_a_round_of_sequences_is_not_given_up_for_the_layers_forward():
 
 
 def test_fewer_rows_at_once_are_chosen_before_layers_are_recomputed():
-    """128 responses of 576 tokens in rows of 2,304 on an H200, 8B: four rows at once would repeat all but attention."""
+    """128 responses of 576 tokens in rows of 2,304 on an H200, 8B: four rows at once would repeat all but attention, and
+    one row would add gradients twice as often (step_8b_rows_h200.json)."""
     with published.folder("Qwen3-8B-Base") as folder:
         words = [f"model.path={folder}", "mesh.fsdp=1", "train.prompts_per_step=16", "train.prompts_per_update=8"]
         words += ["train.row_len=2304", "rollout.num_samples_per_prompt=8", "rollout.max_response_len=512"]
@@ -120,13 +121,13 @@ def test_fewer_rows_at_once_are_chosen_before_layers_are_recomputed():
             cfg = config.load("configs/papers/qwen3_8b_base.yaml", [*words, f"train.micro_batch_rows={rows}"])
             settled, made = choose.settle(cfg, int(139.8 * 2**30))
             chosen[rows] = settled.train.micro_batch_rows, settled.model.remat
-    assert chosen == {"4": (4, "mixer"), "auto": (1, "dots")}
-    assert any(re.match(r"train.micro_batch_rows=1: \+0\.\d s a step", line) for line in made.chosen)
+    assert chosen == {"4": (4, "mixer"), "auto": (2, "dots")}
+    assert any(re.match(r"train.micro_batch_rows=2: \+0\.\d s a step", line) for line in made.chosen)
 
 
-@pytest.mark.parametrize(("responses", "rows"), [(9, 1), (8, 8)])
+@pytest.mark.parametrize(("responses", "rows"), [(5, 1), (8, 8)])
 def test_rows_of_padding_in_a_micro_batch_are_counted(responses, rows):
-    """An update of nine full rows: two micro-batches of eight would compute sixteen."""
+    """An update of five full rows: one micro-batch of eight would compute eight."""
     with published.folder("Qwen3-0.6B-Base") as folder:
         words = [f"model.path={folder}", "mesh.fsdp=1", "train.prompts_per_update=1", "train.max_segments=1"]
         cfg = config.load("configs/gpu/recipes.yaml", [*words, f"rollout.num_samples_per_prompt={responses}"])
