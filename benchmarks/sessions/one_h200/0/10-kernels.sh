@@ -1,4 +1,5 @@
-# Products of weights with codes on a Hopper GPU: microseconds by tile and by scheme, then the learner's bits beside the gate at 1.7B with activations of two and four bits, and with embedding and head in four.
+# Products of weights with codes on a Hopper GPU: microseconds by tile and by scheme, then the learner's bits beside the gate
+# at 1.7B with activations of two and four bits, and with embedding and head in four.
 # TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU.
 source benchmarks/sessions/tp/common.sh
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
