@@ -43,12 +43,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-_CACHED_BYTES = 3 << 30
+_CACHED_BYTES = 4 << 30
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
-    """After a module that leaves a process above 3 GiB. Never forgetting takes 7 GiB, of each of two processes."""
+    """After a module that leaves a process above 4 GiB. Never forgetting takes 7 GiB, of each of two processes."""
     yield
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     if pages * os.sysconf("SC_PAGE_SIZE") > _CACHED_BYTES:

@@ -28,8 +28,8 @@ def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_pa
     assert len(later) == 2
 
 
-@pytest.mark.parametrize("engine", ["jax", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.nightly])])
-@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["jax", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.nightly
 def test_an_engine_that_serves_eight_bits_is_switched_to_what_an_engine_of_two_bits_serves(engine, tmp_path):
     """Sampled, so that another policy has other responses."""
     found = []

@@ -123,7 +123,7 @@ def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path):
     assert export.main(["--model", str(trained[0]), "--scheme", "bf16", "--out", str(tmp_path / "none")]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_folder_is_trained_for_several_widths(world):
     widths = tree(world, "widths", stages=["w8a16_asym:g32"], widths=[8, 2], distill={"epochs": 1, "batch": 2})
     assert run(world, widths) == 0

@@ -63,7 +63,7 @@ def test_a_merged_folder_computes_the_same(untrained, tmp_path, scheme):
     np.testing.assert_allclose(logits(out), logits(untrained[1], scheme), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_splits_layers_and_loses_less_than_rounding(world):
     values = tree(world, "trained", stages=[SCHEME], split=SHARE, distill={"epochs": 1, "batch": 2})
     assert run(world, values) == 0

@@ -145,7 +145,7 @@ def test_engines_of_a_process_are_on_its_own_gpus_in_turn(monkeypatch):
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_with_an_engine_each_equal_one_with_two_to_the_bit(toys, toys_alone):
     two = toys.changed(run_dir=str(toys.folder / "two"), log={"view": "lines"})
     codes, said = trained(two)
