@@ -45,40 +45,18 @@ from qarl_jax.run.config import RunConfig
 RESULTS = pathlib.Path(__file__).parent / "results"
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments" / "qwen25_coder"
 STEPS = (
-    "step_trainer_h200.json",
-    "step_muon_1.7b_h200.json",
-    "step_8b_h200.json",
-    "step_8b_two_h100.json",
     "step_8b_rounded_h200.json",
     "step_8b_rows_h200.json",
     "step_30b_a3b_two_h200.json",
     "step_30b_a3b_four_h200.json",
-    "step_30b_8_layers_h100.json",
 )
-# Before commit 579046c Muon multiplied in float32.
-SAID = {"step_trainer_h200.json": ["optimizer.matmul_precision=highest"]}
 # Records of code that adds gradients in the backward; others held a second, whole copy of them.
 SUMMED = ("step_8b_rounded_h200.json", "step_8b_rows_h200.json")
-# Rows of code that was mended since, as their records or docs/operations/steps.md say.
-_ONE_SUM = "before gradients were added in the backward"
-MENDED = {
-    **{("step_trainer_h200.json", place): _ONE_SUM for place in range(1, 5)},
-    **{("step_muon_1.7b_h200.json", place): _ONE_SUM for place in range(2)},
-    **{("step_8b_h200.json", place): _ONE_SUM for place in range(7)},
-    ("step_trainer_h200.json", 0): "engines held int4 layers in bfloat16",
-    ("step_8b_two_h100.json", 0): "one of two engines did not start",
-    ("step_8b_two_h100.json", 1): "one of two engines did not start",
-    ("step_8b_two_h100.json", 3): "one of two engines did not start",
-    ("step_8b_two_h100.json", 4): "engines held int4 layers in bfloat16",
-    ("step_30b_8_layers_h100.json", 0): "before experts were decoded faster",
-    ("step_30b_8_layers_h100.json", 1): "before experts were decoded faster",
-    ("step_30b_8_layers_h100.json", 2): "before experts were decoded faster",
-}
 # Phases whose rates are fitted together; every other term belongs to one phase alone.
 PHASES = (("rollout",), ("old_logprobs", "update"), ("publish",), ("other",))
 # Least factors of a fit. A time at the roofline takes as long at least, but tokens that route alike touch fewer experts
-# than random ones. A layer's programs of a micro-batch have gaps of 0.05 to 0.2 ms. Steps of 8B with one row and with four
-# differ by some 50 ms a micro-batch, 4 times the bytes of its gradients.
+# than random ones. A layer's programs of a micro-batch have gaps of 0.05 to 0.2 ms. Steps of 8B with one row and with
+# four differ by some 50 ms a micro-batch: its gradients take 4 times their bytes.
 BOUNDS: dict[str, tuple[float, float]] = {
     name: (1.0, float("inf"))
     for name in (
@@ -101,7 +79,6 @@ class Row:
       seconds: measured, by phase of `counts.of_step`.
       step: seconds of the whole step; 0: the record is of a part.
       peak_gib: the most that JAX held on a device; None: not recorded.
-      mended: why the row is not of today's code; "": it is.
       mean_len: mean tokens of a response; 0: all have the most.
     """
 
@@ -116,13 +93,12 @@ class Row:
     seconds: dict[str, float]
     step: float = 0.0
     peak_gib: float | None = None
-    mended: str = ""
     mean_len: float = 0.0
 
     @property
     def is_fitted(self) -> bool:
-        """Tells whether the rates are fitted to the row: it is of today's code, on a host without other load."""
-        return not self.mended and not self.mean_len
+        """Tells whether the rates are fitted to the row: nothing else ran on its host."""
+        return not self.mean_len
 
     @property
     def group(self) -> tuple[str, str, int]:
@@ -137,13 +113,8 @@ class Row:
 
 
 def record(name: str) -> Any:
-    """Loads a JSON record of benchmarks/results, or of its archive."""
-    if (RESULTS / name).exists():
-        return json.loads((RESULTS / name).read_text())
-    with tarfile.open(RESULTS / "archive.tar.xz") as archive:
-        file = archive.extractfile(name)
-        assert file is not None
-        return json.load(io.TextIOWrapper(file))
+    """Loads a JSON record of benchmarks/results."""
+    return json.loads((RESULTS / name).read_text())
 
 
 TODAY = {"train.packing=unpacked": "train.max_segments=1"}
@@ -202,7 +173,7 @@ def steps(folders: Folders) -> Iterator[Row]:
             if "seconds" not in row:
                 continue
             layers = row.get("layers") or 0
-            words = [*overrides_of(row), *SAID.get(name, [])]
+            words = overrides_of(row)
             cache = row.get("planned_gib", {}).get("engine: KV cache", 0.0)
             folder = folders.of(row["shapes"], layers)
             cfg, planned = settled(words, folder, machine, cache, summed=name in SUMMED)
@@ -225,7 +196,6 @@ def steps(folders: Folders) -> Iterator[Row]:
                 seconds=seconds | {"other": step - sum(seconds.values())},
                 step=step,
                 peak_gib=max(row["learner_gib"]) if row.get("learner_gib") else None,
-                mended=MENDED.get((name, place), ""),
             )
 
 
@@ -431,7 +401,7 @@ def table(rows: Sequence[Row]) -> list[str]:
                 str(row.gpus),
                 f"bf16, `{scheme}`" if kind else f"`{scheme}`",
                 f"{count} x {row.mean_len or cfg.rollout.max_response_len:.0f}",
-                f"{row.step:.1f} s" + (f" ({row.mended})" if row.mended else ""),
+                f"{row.step:.1f} s",
                 f"{seconds:.1f} s",
                 f"{seconds / row.step - 1:+.0%}",
                 peak,
@@ -485,7 +455,7 @@ def errors(rows: Sequence[Row], fits: Mapping[tuple[str, str, int], dict[str, fl
 
 
 def errors_by_kind(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the mean error of today's steps by kind of model, left out of the fit: `forecast.ERRORS`."""
+    """Returns the mean error of steps by kind of model, left out of the fit: `forecast.ERRORS`."""
     fits, out = left_out(rows), {}
     for kind in forecast.ERRORS:
         own = [r for r in rows if r.step and r.is_fitted and (kind == "MoE") == (r.shapes == "30b-a3b")]

@@ -25,7 +25,7 @@ from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime.mesh import batch_shards
 
 LEARNER_FLOPS = 600e12  # per second and GPU, of a dense model; a MoE model has 67e12 to 160e12 and is priced too low
-LOW_BIT = 1.7  # times as fast are the products of a forward in eight bits
+LOW_BIT = 1.7  # times as fast is a forward whose products are of eight bits
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
 SHARED_BYTES = 0.1e9  # per second of a version through host memory, checks included (recipes_h100.json)
 SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and small (step_30b_a3b_two_h200.json)
@@ -93,10 +93,11 @@ def _token_seconds(cfg: RunConfig) -> float:
 
 
 def remat_seconds(cfg: RunConfig) -> dict[str, float]:
-    """Estimates the seconds per step that each policy's recomputation of layers adds; their forward is a third of their
-    update."""
-    update = update_seconds(cfg, of_layers=True)
-    return {policy: update * repeated / 3 for policy, repeated in REPEATED.items()}
+    """Estimates the seconds per step that each policy's recomputation of layers adds; their forward is a third of a
+    bf16 update."""
+    scheme = quant.parse_scheme(cfg.quant.forward)
+    forward = update_seconds(cfg, of_layers=True) / 3 / (LOW_BIT if scheme is not None and scheme.kernel else 1.0)
+    return {policy: forward * repeated for policy, repeated in REPEATED.items()}
 
 
 def rows_of_an_update(cfg: RunConfig) -> int:

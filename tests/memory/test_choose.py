@@ -109,8 +109,8 @@ def test_a_round_of_sequences_is_not_given_up_for_the_layers_forward():
 
 
 def test_fewer_rows_at_once_are_chosen_before_layers_are_recomputed():
-    """128 responses of 576 tokens in rows of 2,304 on an H200, 8B: four rows at once would repeat all but attention, and
-    one row would add gradients twice as often (step_8b_rows_h200.json)."""
+    """128 responses of 576 tokens in rows of 2,304, 8B on an H200: four rows at once would repeat all but attention,
+    and one would add gradients twice as often (step_8b_rows_h200.json)."""
     with published.folder("Qwen3-8B-Base") as folder:
         words = [f"model.path={folder}", "mesh.fsdp=1", "train.prompts_per_step=16", "train.prompts_per_update=8"]
         words += ["train.row_len=2304", "rollout.num_samples_per_prompt=8", "rollout.max_response_len=512"]
