@@ -24,7 +24,7 @@ from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime.mesh import batch_shards
 
-LEARNER_FLOPS = 600e12  # per second and GPU, of a dense model; a MoE model has 67e12 to 160e12 and is priced too low
+LEARNER_FLOPS = 600e12  # per second and GPU, of products; whole updates of a MoE model have 67e12 to 342e12
 LOW_BIT = 1.7  # times as fast is a forward whose products are of eight bits
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
 SHARED_BYTES = 0.1e9  # per second of a version through host memory, checks included (recipes_h100.json)
