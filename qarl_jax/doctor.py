@@ -296,7 +296,7 @@ def data_files(cfg: RunConfig) -> Check:
                 paths[f"{field}.path"] = part.path
     missing = {field: path for field, path in paths.items() if not (os.path.exists(path) or glob.glob(path))}
     found = ", ".join((missing or paths).values()) + ": no such file" * bool(missing)
-    todo = f"see {', '.join(missing)}; `make data` downloads those of configs/"
+    todo = f"see {', '.join(missing)}; the header of a config in configs/ names the data set"
     return check("data", not missing, found or "made by a program", todo)
 
 

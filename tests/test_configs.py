@@ -18,6 +18,7 @@ import yaml
 
 from qarl_jax import qat, train
 from qarl_jax.advise import counts, forecast, machines
+from qarl_jax.data.sources import files
 from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
 from qarl_jax.memory import choose, costs
@@ -74,6 +75,9 @@ def test_it_parses_and_its_header_says_how_it_is_run(path):
     header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     assert f"configs/{name(path)}.yaml" in header or "make quickstart" in header  # its own command, not a copied one
     assert "hardware" in header
+    source = config.load(path).data.source
+    if isinstance(source, files.Jsonl) and "make data" not in header:
+        assert re.search(r"#   data      [\w-]+/[\w-]+ on Hugging Face", header)
     assert "micro-batch" in description.describe(config.load(path))
 
 
