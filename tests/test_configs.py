@@ -76,7 +76,7 @@ def test_it_parses_and_its_header_says_how_it_is_run(path):
     assert f"configs/{name(path)}.yaml" in header or "make quickstart" in header  # its own command, not a copied one
     assert "hardware" in header
     source = config.load(path).data.source
-    if isinstance(source, files.Jsonl) and "make data" not in header and path.parent.name != "init":  # a user's own rows
+    if isinstance(source, files.Jsonl) and "make data" not in header and path.parent.name != "init":
         assert re.search(r"#   data      [\w-]+/[\w-]+ on Hugging Face", header)
     assert "micro-batch" in description.describe(config.load(path))
 
