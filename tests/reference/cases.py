@@ -23,7 +23,7 @@ def each_once(*choices: Sequence[Any]) -> list[Any]:
 
 
 def few(cases: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-    """Of cases of `each_once`, those nightly whose first value is not among `kept`."""
+    """Marks as nightly the cases of `each_once` whose first value is not among `kept`."""
     return [case if case.values[0] in kept else pytest.param(*case.values, marks=pytest.mark.nightly) for case in cases]
 
 

@@ -15,6 +15,6 @@ else
   # On a GPU of 141 GB each of four runs has 17.5 GiB for its learner, which is planned to take 7.
   export JOBS=${JOBS:-4} FRACTION=${FRACTION:-0.125}
 fi
+left=$(($(bash benchmarks/offline_host.sh left) - 5))
 CONFIG=noise SUITES=none EVAL_S=0 LEAST=$least MODEL=$model bash experiments/qwen25_coder/stretch.sh "$RESULTS/noise" \
-  $(($(bash benchmarks/offline_host.sh left) < 100000 ? $(bash benchmarks/offline_host.sh left) - 5 : 100000)) "${runs[@]}" -- \
-  "${more[@]}"
+  $((left < 100000 ? left : 100000)) "${runs[@]}" -- "${more[@]}"
