@@ -1,7 +1,7 @@
 # SmolLM2-135M through all of its layers on one GPU, and beside it GPTQ and end-to-end training, on the same text with the same
 # groups: all at once, in some 30 GB. MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of
-# perplexities. A killed run goes on with the same command. Arguments are overrides of all arms. PARTS="gptq by_blocks" runs
-# some. TINY=1 tries it on a CPU with the quickstart's policy.
+# perplexities. A killed run goes on with the same command. Arguments are overrides of all arms. PARTS runs other arms: parts
+# side by side, the arms of a part, joined by commas, one after the other. TINY=1 tries it on a CPU with the quickstart's policy.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_COMPILATION_CACHE_DIR=$MODELS/xla
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
@@ -20,19 +20,22 @@ qat() { # name, overrides
     "stages": found["config"]["stages"], **found["perplexity"]}))' "$RESULTS/qat_$1.json" "$1" >>"$RESULTS/qat.jsonl"
 }
 gptq() { python3 experiments/qat/gptq.py "${settings[@]}" --out "$RESULTS/gptq.jsonl" >>"$RESULTS/gptq.log" 2>&1; }
-end_to_end() {
-  qat end_to_end train=null distill.epochs=5
-  qat end_to_end_faster train=null distill.epochs=5 distill.optimizer.lr=0.0003
-  qat direct 'stages=["w2a16_asym:g32"]' train.epochs=3
+arm() { # NAME
+  case $1 in
+  gptq) gptq ;;
+  end_to_end) qat $1 train=null distill.epochs=5 ;;
+  end_to_end_faster) qat $1 train=null distill.epochs=5 distill.optimizer.lr=0.0003 ;;
+  direct) qat $1 'stages=["w2a16_asym:g32"]' train.epochs=3 ;;
+  progressive) qat $1 ;;
+  split) qat $1 split=0.05 ;;
+  nested) qat $1 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=3 ;;
+  w3) qat $1 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]' ;;
+  w4) qat $1 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]' ;;
+  *) echo "unknown arm: $1" >&2 && exit 2 ;;
+  esac
 }
-by_blocks() {
-  qat progressive
-  qat split split=0.05
-  qat nested 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=3
-  qat w3 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]'
-  qat w4 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]'
-}
-for part in ${PARTS:-gptq end_to_end by_blocks}; do
-  if [ -n "${TINY:-}" ]; then $part; else $part & fi
+part() { for each in ${1//,/ }; do arm "$each"; done; }
+for each in ${PARTS:-gptq end_to_end,end_to_end_faster,direct progressive,split,nested,w3,w4}; do
+  if [ -n "${TINY:-}" ]; then part "$each"; else part "$each" & fi
 done
 wait

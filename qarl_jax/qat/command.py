@@ -255,7 +255,7 @@ def _distill(
     """Trains all layers of the model in `folder`, or without `train` of `model.path`, and writes them to `folder`.
 
     Returns:
-      The KL of each update, and held-out perplexities.
+      The KL of each update, and held-out perplexities; with widths one of each, `distilled_8` for eight bits.
     """
     full = dataclasses.replace(job.config, param_dtype=job.config.compute_dtype)
     teacher = models.load_masters(cfg.model.path, full)
@@ -272,7 +272,11 @@ def _distill(
     )
     models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), masters, nnx.State({})), folder)
     print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
-    return losses, found | {"distilled": perplexity(served, as_stored(masters))}
+    masters = as_stored(masters)
+    found["distilled"] = perplexity(served, masters)
+    for bits in cfg.widths:
+        found[f"distilled_{bits}"] = perplexity(models.with_scheme(graphdef, job.stages[-1].at_width(bits)), masters)
+    return losses, found
 
 
 @entry_point

@@ -139,8 +139,11 @@ def test_one_folder_is_trained_for_several_widths(world):
         model = models.read_config(cfg.out, quant=models.parse_rules(scheme))
         return distill.perplexity(*models.load_masters(cfg.out, model), heldout, 2)
 
-    assert at("w2a16_midpoint:g32") == pytest.approx(receipt["perplexity"]["distilled"], rel=1e-3)
-    assert at("w8a16_asym:g32") != pytest.approx(at("w2a16_midpoint:g32"), rel=1e-3)
+    found = receipt["perplexity"]
+    assert at("w2a16_midpoint:g32") == pytest.approx(found["distilled"], rel=1e-3)
+    assert at("w2a16_midpoint:g32") == pytest.approx(found["distilled_2"], rel=1e-3)
+    assert at("w8a16_asym:g32") == pytest.approx(found["distilled_8"], rel=1e-3)
+    assert found["distilled_8"] != pytest.approx(found["distilled_2"], rel=1e-3)
 
 
 def test_widths_are_of_one_grid(world, capsys):
