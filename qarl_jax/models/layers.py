@@ -161,7 +161,8 @@ def inverse_rms(x: Float[Array, "*B D"], eps: float, *, order: NormOrder = "any"
 
     order: the order of the sum. One ulp of the sum moves one element of a norm in some 10^5 across a rounding boundary;
     under w8a8 this changes int8 codes of later layers.
-      "float64": computed in float64 and rounded once, so that the order does not matter.
+      "float64": squares are rounded to multiples of a power of two, so that their float64 sum is exact in every order
+        (`_exact_mean_square`); eps is rounded to float32, and the result to float32 once. D is at most 65,536.
       "torch": the bits of torch on x86 (x.pow(2).mean(-1), then rsqrt), if D is a multiple of 32; else as "any".
       "any": the compiler's order.
     """
@@ -171,7 +172,9 @@ def inverse_rms(x: Float[Array, "*B D"], eps: float, *, order: NormOrder = "any"
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _inverse_rms(x: jax.Array, eps: float, order: str) -> jax.Array:
     if order == "float64":
-        return from_float64(lambda x: 1 / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps), x)
+        # The maximum changes nothing. It keeps XLA from making one rounding of the root's and the division's.
+        root = lambda x: jnp.sqrt(_exact_mean_square(x) + float(np.float32(eps)))  # noqa: E731
+        return from_float64(lambda x: 1 / jnp.maximum(root(x), 1e-300), x)
     squares = jnp.square(x)
     if order == "any":
         return jax.lax.rsqrt(jnp.mean(squares, axis=-1, keepdims=True) + jnp.float32(eps))
@@ -184,6 +187,20 @@ def _inverse_rms(x: jax.Array, eps: float, order: str) -> jax.Array:
     squares = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(squares, jnp.int32) ^ zero, jnp.float32)
     mean = divide(_sum_torch(squares), width) + jnp.float32(eps)
     return divide(jnp.ones_like(mean), jnp.sqrt(mean))
+
+
+def _exact_mean_square(x: jax.Array) -> jax.Array:
+    """Computes the mean of squares of float64 [*B, D], each rounded to a multiple of 2^(2E - 34): [*B, 1].
+
+    2^E is the largest power of two up to a row's maximum. In these units a square is an integer below 2^36. The engine
+    computes the same (`qarl_bridge.engine.cuda.norm_ops`).
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=-1, keepdims=True), jnp.int64) >> 52
+    bits = jnp.maximum(bits, 723)  # E is at least -300: that of zeros would not fit an exponent
+    scale = jax.lax.bitcast_convert_type((2063 - bits) << 52, jnp.float64)  # 2^(17 - E)
+    squares = jax.lax.round(jnp.square(x * scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    # A division by D alone XLA makes a product with 1 / D.
+    return squares.sum(axis=-1, keepdims=True) / (x.shape[-1] * scale * scale)
 
 
 @_inverse_rms.defjvp

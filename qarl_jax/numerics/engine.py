@@ -43,8 +43,8 @@ class Numerics:
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, on such a GPU.
       block_attention: attention reads keys in blocks, the last one first, and rounds its weights relative to the
         maximum so far (FlashAttention-3).
-      norm_order: the order in which RMSNorm sums squares: in float64, in torch's order (8-float vectors on x86; its
-        rsqrt is 1 / sqrt), or in the compiler's order.
+      norm_order: the order in which RMSNorm sums squares: exactly in float64, in torch's order (8-float vectors on x86;
+        its rsqrt is 1 / sqrt), or in the compiler's order.
       round_sum_before_norm: the residual sum is rounded before RMSNorm reads it; otherwise it reads the float32 sum.
       round_silu: SiLU(gate) is rounded before it is multiplied by up.
       divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.

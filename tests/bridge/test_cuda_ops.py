@@ -219,7 +219,7 @@ LIBRARY = """
         from qarl_bridge.engine.cuda import norm_ops
 
         def rint(x):
-            return tl.tensor(interpreter.TensorHandle(np.rint(x.handle.data), tl.float32), x.type)
+            return tl.tensor(interpreter.TensorHandle(np.rint(x.handle.data), x.dtype), x.type)
 
         norm_ops.libdevice = types.SimpleNamespace(rint=rint)
 
@@ -246,6 +246,25 @@ def test_norms_write_the_codes_of_what_they_return(run):
         scale = (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt().float()
         assert torch.equal(y, (total.float() * scale * w.float()).half())
         check_codes(y, codes)
+    """
+    )
+
+
+def test_inverse_roots_are_the_learners_where_a_float64_sum_would_depend_on_its_order(run):
+    """Results lie beside a midpoint of two float32 numbers, where the last digits of eps, sum and root show."""
+    run(
+        LIBRARY
+        + """
+        from qarl_jax.models import layers
+        from tests.reference.norms import rows_beside_a_midpoint
+
+        for width in (72, 128):
+            x, roots = rows_beside_a_midpoint(200, width, 1e-6)
+            np.testing.assert_array_equal(layers.inverse_rms(x, 1e-6, order="float64")[:, 0], roots)
+            for order in (slice(None), slice(None, None, -1)):
+                rows = torch.from_numpy(x[:, order].copy())
+                found = norm_ops.rms_norm(rows, torch.ones(width), 1e-6).numpy()
+                np.testing.assert_array_equal(found[:, order], x * roots[:, None])
     """
     )
 

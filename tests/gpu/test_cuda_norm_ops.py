@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One arithmetic, on a GPU: kernels that do the work of several of vLLM's give their bits."""
 
+import numpy as np
 import pytest
+
+from tests.reference.norms import rows_beside_a_midpoint
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
@@ -50,3 +53,17 @@ def test_heads_norm_and_rotation_have_the_bits_of_three_kernels(norm_ops, theirs
     both = qkv[:, : (heads + kv) * size]
     got = norm_ops.rotated_norms(both, heads, (w[0], w[1]), 1e-6, positions, table)
     assert torch.equal(got.view(torch.int16), torch.cat(want, -1).view(torch.int16))
+
+
+@pytest.mark.parametrize("width", [72, 128, 896, 4096, 5120])
+def test_inverse_roots_are_the_learners_beside_a_midpoint(norm_ops, width):
+    """Results lie beside a midpoint of two float32 numbers, where the last digits of eps, sum and root show."""
+    import jax
+
+    from qarl_jax.models import layers
+
+    x, roots = rows_beside_a_midpoint(2000, width, 1e-6)
+    mine = jax.jit(lambda x: layers.inverse_rms(x, 1e-6, order="float64"))(x)
+    np.testing.assert_array_equal(np.asarray(mine)[:, 0], roots)
+    theirs = norm_ops.rms_norm(torch.from_numpy(x).cuda(), torch.ones(width, device="cuda"), 1e-6)
+    np.testing.assert_array_equal(theirs.cpu().numpy(), x * roots[:, None])

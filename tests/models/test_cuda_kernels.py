@@ -23,6 +23,7 @@ from qarl_jax.models import attention as attention_module
 from qarl_jax.models import layers
 from qarl_jax.models.attention import _block_starts, attention
 from qarl_jax.numerics.float32 import fused_multiply_add
+from tests.reference.norms import rows_beside_a_midpoint
 from tests.reference.qwen3 import qwen3
 
 CUDA = quant.resolve("cuda")
@@ -79,6 +80,22 @@ def test_a_batch_invariant_norm_is_the_same_in_every_order(width):
     np.testing.assert_array_equal(mine(x[:, ::-1])[:, 0], expected)
     narrow = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="any"))
     assert np.mean(np.asarray(narrow(x)) == np.asarray(mine(x))) < 1
+
+
+@pytest.mark.parametrize("width", [72, 4096])
+def test_a_batch_invariant_norm_is_the_same_beside_a_midpoint(width):
+    """There the last digits of eps, of the sum and of its root show: XLA's rsqrt in float64 is another function."""
+    x, roots = rows_beside_a_midpoint(300, width, 1e-6)
+    mine = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="float64"))
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(width)
+        np.testing.assert_array_equal(mine(x[:, order])[:, 0], roots)
+    squares = np.mean(x.astype(np.float64) ** 2, axis=1)
+    assert np.mean((1 / np.sqrt(squares + 1e-6)).astype(np.float32) != roots) > 0.2  # eps in float64
+    assert "rsqrt" not in mine.lower(x).compile().as_text()
+    for value in (0.0, 1e-42, 2.0**-60, 2.0**60):
+        row = np.full((1, width), value, np.float32)
+        np.testing.assert_allclose(mine(row)[0, 0], 1 / np.sqrt(float(row[0, 0]) ** 2 + 1e-6), rtol=1e-6)
 
 
 def test_the_gradient_of_an_ordered_norm_is_that_of_the_norm():

@@ -45,7 +45,11 @@ _QUERIES = 256  # of a prompt handled at once, which bounds the memory of the sc
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """Computes RMSNorm of x [..., D] float32, with gains `weight` [D] (None: ones); returns [..., D] in `dtype`."""
-    r = (1 / torch.sqrt(x.double().square().mean(dim=-1, keepdim=True) + eps)).float()
+    # An exact sum, in every order: see `qarl_bridge.engine.cuda.norm_ops`.
+    bits = (x.abs().amax(dim=-1, keepdim=True).double().view(torch.int64) >> 52).clamp(min=723)
+    scale = ((2063 - bits) << 52).view(torch.float64)
+    total = (x.double() * scale).square().round().sum(dim=-1, keepdim=True)
+    r = (1 / torch.sqrt(total / (x.shape[-1] * scale * scale) + float(np.float32(eps)))).float()
     y = x * r
     return (y if weight is None else y * weight.float()).to(dtype)
 

@@ -2,17 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant norms, and what follows them elementwise, for a CUDA engine, as Triton kernels.
 
-    RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
+    RMSNorm      r = float32(1 / sqrt(s + eps)) in float64, eps a float32; y = bf16((x * r) * w), products in float32
+                 s = sum(rint((x t)^2)) / (D t^2), t = 2^(17 - E), 2^E the largest power of two up to max |x|
     int8 codes   rint(y fl(127 / top)) and a row's scale fl(top / 127), vLLM's `dynamic_scaled_int8_quant`
     rotation     bf16(a cos - b sin), bf16(b cos + a sin) of a head's halves, with bfloat16 cosines, as vLLM's
 
-A float64 sum of float32 terms, rounded once to float32, is equal in every order, except about one result in 10^8.
+Squares are rounded to integers of a row's unit, so that their float64 sum is exact in every order.
 A decode step waits for many small kernels. So a norm also writes the codes that an int8 layer multiplies, and the
 heads' norm rotates them.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -32,8 +34,17 @@ def _store_codes(y, codes_ptr, scales_ptr, row, at, D):
 
 @triton.jit
 def _inverse_root(x, eps, D: tl.constexpr):
-    wide = x.to(tl.float64)
-    return (1.0 / tl.sqrt(tl.sum(wide * wide) / D + eps)).to(tl.float32)
+    """Computes float32 1 / sqrt(s + eps) of each row of x float32 [..., BLOCK], 0 beyond D."""
+    axis: tl.constexpr = len(x.shape) - 1
+    top = tl.max(tl.abs(x), axis=axis).to(tl.float64)
+    bits = tl.maximum(top.to(tl.int64, bitcast=True) >> 52, 723)  # the biased E
+    scale = ((2063 - bits) << 52).to(tl.float64, bitcast=True)  # 2^(17 - E)
+    if axis == 0:
+        scaled = x.to(tl.float64) * scale
+    else:
+        scaled = x.to(tl.float64) * scale[:, None]
+    total = tl.sum(libdevice.rint(scaled * scaled), axis=axis)
+    return (1.0 / tl.sqrt(total / (D * scale * scale) + eps)).to(tl.float32)
 
 
 @triton.jit
@@ -85,8 +96,8 @@ def rms_norm(
     warps = max(1, min(8, block // 256))
     if rows:
         _norm[(rows * vectors,)](
-            x, residual, weight, y, *(codes or (None, None)), vectors, x.stride(0), x.stride(1), eps, D=d, BLOCK=block,
-            ADD=residual is not None, CODES=codes is not None, num_warps=warps,
+            x, residual, weight, y, *(codes or (None, None)), vectors, x.stride(0), x.stride(1), float(np.float32(eps)),
+            D=d, BLOCK=block, ADD=residual is not None, CODES=codes is not None, num_warps=warps,
         )  # fmt: skip
     return y if residual is None else (y, residual)
 
@@ -103,8 +114,7 @@ def _rotated_norms(x_ptr, q_ptr, k_ptr, positions_ptr, table_ptr, y_ptr, heads, 
     x_ptr += row * stride
     x = tl.load(x_ptr + head * H + at, mask=there, other=0.0).to(tl.float32)
     partner = tl.load(x_ptr + head * H + other, mask=there, other=0.0).to(tl.float32)
-    wide = x.to(tl.float64)
-    r = (1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / H + eps)).to(tl.float32)[:, None]
+    r = _inverse_root(x, eps, H)[:, None]
     w = tl.where(of_keys, tl.load(k_ptr + at), tl.load(q_ptr + at)).to(tl.float32)
     y = ((x * r) * w).to(y_ptr.dtype.element_ty).to(tl.float32)
     w = tl.where(of_keys, tl.load(k_ptr + other), tl.load(q_ptr + other)).to(tl.float32)
@@ -140,6 +150,7 @@ def rotated_norms(
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens:
         _rotated_norms[(tokens, triton.cdiv(heads, _HEADS))](
-            x, *gains, positions, table, y, heads, queries, x.stride(0), eps, H=size, BLOCK=_HEADS, num_warps=4
-        )
+            x, *gains, positions, table, y, heads, queries, x.stride(0), float(np.float32(eps)), H=size, BLOCK=_HEADS,
+            num_warps=4,
+        )  # fmt: skip
     return y
