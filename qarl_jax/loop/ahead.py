@@ -98,6 +98,7 @@ class Ahead:
           Exception: any error that ended the sampling thread.
         """
         if self._thread is None:
+            self._schedule.started = True
             self._thread = threading.Thread(target=self._run, name="sampling ahead", daemon=True)
             self._thread.start()
         changed = self._schedule.changed

@@ -71,6 +71,7 @@ class Schedule:
         self.changed = threading.Condition()
         self.version = -1  # being served
         self.sampled = -1  # the last step whose batch is complete
+        self.started = False  # True once a thread samples: before, no batch is due
         self.stopped = False
 
     def begin(self, step: int) -> None:
@@ -85,7 +86,7 @@ class Schedule:
 
     def before_publish(self, version: int) -> None:
         """Waits until `version` may replace the served version."""
-        if self.lockstep and self.version >= 0:
+        if self.lockstep and self.started:
             due = min(self.version + self.max_staleness, self.steps - 1)
             with contextlib.suppress(StoppedError):
                 self._wait(lambda: self.sampled >= due)

@@ -76,3 +76,17 @@ def test_the_workbench_runs_every_objective_and_its_teacher(bash, tmp_path):
     arms = [word.removeprefix("arm=") for line in said for word in line.split() if word.startswith("arm=")]
     assert arms == ["bands_spread", "bands_length", "dppo_tv", "dppo_kl", "ais", "self_distillation", "distillation"]
     assert ["kl.reference=" in line for line in said if "arm=" in line] == [False] * 6 + [True]
+
+
+@pytest.mark.parametrize(("mib", "fraction"), [("81559", "0.352"), ("143771", "0.199")], ids=["H100", "H200"])
+def test_32b_in_60_gib_gives_jax_28_on_any_gpu(tmp_path, mib, fraction):
+    """The plan refuses a pool of a fifth of 80 GB: it is too small for the learner."""
+    for name, text in (("python3", 'echo "$XLA_PYTHON_CLIENT_MEM_FRACTION" >>"$SAID"'), ("nvidia-smi", f"echo {mib}")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    more = {"TINY": "1", "RESULTS": str(tmp_path), "MODELS": "M", "SAID": str(tmp_path / "said")}
+    more["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "benchmarks/sessions/one_h200/0/20-32b.sh"], cwd=ROOT, env=os.environ | more, check=True, timeout=60
+    )
+    assert (tmp_path / "said").read_text().split() == [fraction]

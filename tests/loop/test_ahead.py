@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import threading
 import time
 
 import numpy as np
@@ -169,6 +170,16 @@ def test_the_sampler_runs_ahead_while_the_learner_learns():
             time.sleep(0.001)
         time.sleep(0.02)
         assert sorted(ahead._ready) == [0, 1, 2]  # and not a step further than it may
+
+
+def test_what_is_served_may_change_before_the_first_batch_is_begun():
+    """A run that evaluates first serves another policy for it: one without noise, or of fewer bits."""
+    with pipeline(1) as (engine, ahead):
+        first = threading.Thread(target=lambda: [engine.publish(None, 0) for _ in range(3)], daemon=True)
+        first.start()
+        first.join(10)
+        assert not first.is_alive()
+        assert set(versions(ahead.collect(0))) == {0}
 
 
 def test_what_ends_the_sampling_is_told_to_who_waits_and_holds_nobody_up():

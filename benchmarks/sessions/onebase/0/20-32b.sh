@@ -29,7 +29,9 @@ run once
 run twice rollout.engine.transport=host
 small=(rollout.engine.memory=given rollout.engine.kv_cache_gb=6 rollout.engine.max_num_seqs=32)
 small+=(rollout.engine.gpu_memory_utilization=0.22)
-# JAX's pool at once: one that grows took regions of up to 16 GiB, 32 in all for 21 in use. The base lies beside it.
-export XLA_PYTHON_CLIENT_PREALLOCATE=true XLA_PYTHON_CLIENT_MEM_FRACTION=0.2
+# JAX's pool, 28 GiB at once: one that grows took regions of up to 16 GiB, 32 in all for 21 in use. The base lies beside it.
+mib=$(nvidia-smi -i "${CARD:-0}" --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null || echo 143771)
+XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk -v mib="$mib" 'BEGIN { printf "%.3f", 28 * 1024 / mib }')
+export XLA_PYTHON_CLIENT_PREALLOCATE=true XLA_PYTHON_CLIENT_MEM_FRACTION
 run once_in_60 "${small[@]}"
 run full_in_60 "${small[@]}" model.remat=full
