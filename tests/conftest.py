@@ -151,6 +151,15 @@ def compiled_as_a_run(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def compiled_fast(tmp_path_factory):
+    """For a test whose claim does not, in a module whose other tests are compiled as a run."""
+    from tests.reference import tiny
+
+    with tiny.compiled_programs(tmp_path_factory):
+        yield
+
+
 @pytest.fixture(scope="module")
 def shared_learners():
     """For modules of whole runs: `tiny.shared_learners`."""

@@ -17,7 +17,7 @@ import textwrap
 
 import pytest
 
-from tests.reference import forks
+from tests.reference import forks, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
@@ -107,7 +107,7 @@ def tree(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tree, tmp_path_factory):
     """Runs a program on the copy, in a fork of one process that has imported it: the words that it printed."""
-    env = os.environ | {
+    env = tiny.environment(str(tmp_path_factory.mktemp("compiled"))) | {
         "PYTHONPATH": os.pathsep.join([str(tree.path), str(tree.path / "bridge")]),
         "JAX_PLATFORMS": "cpu",
     }

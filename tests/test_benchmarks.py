@@ -403,7 +403,7 @@ def test_a_drawn_run_that_takes_too_long_is_gone_with_its_engine_and_leaves_its_
     assert watched.finished([sys.executable, "-c", "raise SystemExit(2)"], str(log), 60.0) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_masters_are_compared_by_what_an_update_moves(capsys):
     assert masters.main(["--updates", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

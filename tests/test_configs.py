@@ -442,13 +442,8 @@ def test_a_run_is_what_its_name_says(run, forward, rollout, loss):
     assert (cfg.optimizer.lr == pytest.approx(1.5e-6)) == (run == "qurl_acr_lr")
 
 
-# A sampler of another scheme; tests/test_train.py has tbpo, grpo, a bf16 learner, and test_critic.py a critic.
-KINDS = {"qurl_acr_uaq"}
-
-
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=pytest.mark.slow if run in KINDS else pytest.mark.nightly) for run in RUNS]
-)
+@pytest.mark.nightly  # tests/test_train.py has tbpo, grpo, and a bf16 learner as QuRL has it, test_critic.py a critic
+@pytest.mark.parametrize("run", RUNS)
 def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
     cfg = load("quickstart", run)
     sections = {"loss": schema.to_dict(cfg)["loss"], "run_dir": str(world.folder / run)}

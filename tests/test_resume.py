@@ -77,10 +77,7 @@ KILLS = [
     ("qarl_jax.run.evaluation", "record", "after", 1),  # the last evaluation, not the last step
 ]
 # A save in the background waits for the one before it, so that the fourth step begins when two are on disk.
-LATE_KILLS = [
-    ("qarl_jax.loop.updates", "Updates.run", "after", 4),
-    ("qarl_jax.run.on_disk", "write", "before", 4),
-]
+LATE_KILLS = [("qarl_jax.run.on_disk", "write", "before", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +242,6 @@ def one_step(world):
 def test_a_run_resumes_over_the_same_data_only(one_step, capsys):
     for override, name in [
         ("data.max_prompt_len=9", "the data set (its file, parameters, template or split)"),
-        ("data.holdout=0.3", "the number of prompts"),
-        ("train.prompts_per_step=2", "train.prompts_per_step"),
         ("seed=4", "seed"),
     ]:
         assert train.main(one_step.command("train.steps=2", override)) == 2

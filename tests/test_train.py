@@ -222,7 +222,14 @@ def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monk
 
 @pytest.mark.slow
 def test_a_bf16_learner_under_a_low_bit_sampler_shows_its_mismatch(world, run):
-    for line in other(world, "baseline", quant={"forward": "bf16", "rollout": "w4a16:g32"}):
+    """As QuRL has it: its correction, its aggregation, its scale."""
+    sections = {
+        "quant": {"forward": "bf16", "rollout": "w4a16:g32", "uaq_scale": 1.5},
+        "loss": {"name": "grpo", "mismatch": "acr", "aggregation": "seq-mean-token-mean"},
+    }
+    for line in other(world, "baseline", **sections):
+        assert "nonfinite" not in line
+        assert line["optim/update_norm"] > 0
         assert line["mismatch/mean_abs"] > 1e-2  # int4 against full precision; the aligned run has 1e-6
         assert 0 < line["quant/code_flips"] < 1  # the sampler's codes
 

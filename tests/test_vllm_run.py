@@ -78,10 +78,11 @@ class Run:
         monkeypatch.undo()
 
 
-NIGHTLY = ("w4a16:g32", ""), ("w8a8", "w4a16:g64")
+TABLES = "w8a8", "w4a16:g64"  # embedding and head in four bits
+NIGHTLY = ("w4a16:g32", ""), ("w8a8", "")
 
 
-@pytest.fixture(scope="module", params=[("w8a8", ""), *(pytest.param(p, marks=pytest.mark.nightly) for p in NIGHTLY)])
+@pytest.fixture(scope="module", params=[TABLES, *(pytest.param(p, marks=pytest.mark.nightly) for p in NIGHTLY)])
 def run(request, tmp_path_factory):
     scheme, tables = request.param
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -129,6 +130,16 @@ def test_what_vllm_serves_after_the_run_is_what_a_fresh_vllm_serves_from_the_exp
         assert theirs.tokens == np.asarray(ours.tokens, "<i4").tobytes()
         assert theirs.logprobs == np.asarray(ours.logprobs, "<f4").tobytes()
     assert len({completion.tokens for completion in run.served}) > 1
+
+
+def test_every_row_and_every_input_of_a_table_in_four_bits_is_read_back(run):
+    tables = {name: run.facts.kernels.get(name) for name in ("model.embed_tokens", "lm_head")}
+    if run.world.config.quant.rules:
+        assert set(tables.values()) == {"Float64Linear"}
+    for line in map(json.loads, (run.world.run_dir / "metrics.jsonl").read_text().splitlines()):
+        assert line["time/publish/weights_read_back"] == 2 * (4 + 4) + 3  # + 4 norms per layer; embedding, norm, head
+        # Per layer qkv, o, gate_up, down (inputs 128, 128, 128, 256) and the head.
+        assert line["time/publish/rows_read_back"] == 2 * (128 + 128 + 128 + 256) + 128
 
 
 def test_every_step_samples_from_the_version_before_it_and_moves_the_codes(run):

@@ -80,8 +80,9 @@ def shapes(cfg: RunConfig, trainable: Trainable | None = None) -> Shapes:
     trainable: the leaves that learn; None: the run's.
     """
     trainable = cfg.trainable if trainable is None else trainable
-    depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
-    key = repr((*depends, cfg.lora, cfg.numerics, cfg.policy_updates, trainable))  # as text: the sections hold dicts
+    depends = {**vars(cfg.model), "remat": None}, type(cfg.optimizer), {**vars(cfg.optimizer), "offload": None}
+    rest = cfg.quant, cfg.lora, cfg.numerics, cfg.policy_updates, trainable
+    key = repr((depends, rest))  # as text: the sections hold dicts
     if key not in _SHAPES:
         graphdef, params, qweights = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))
         served = build.rollout_graphdef(cfg, graphdef)

@@ -559,10 +559,14 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
 def replaced(cfg: Any, changes: Mapping[str, Any]) -> Any:
     """Replaces dotted fields of a nested frozen dataclass: {"model.remat": "full"}."""
+    if not changes:
+        return cfg
+    sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         head, _, rest = path.partition(".")
-        cfg = dataclasses.replace(cfg, **{head: replaced(getattr(cfg, head), {rest: value}) if rest else value})
-    return cfg
+        sections.setdefault(head, {})[rest] = value  # all of a section at once: each replacement checks the values anew
+    made = {head: inner.pop("") if "" in inner else getattr(cfg, head) for head, inner in sections.items()}
+    return dataclasses.replace(cfg, **{head: replaced(made[head], inner) for head, inner in sections.items()})
 
 
 def on_a_gpu(cfg: RunConfig) -> RunConfig:

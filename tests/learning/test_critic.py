@@ -290,7 +290,7 @@ def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
     assert int(critic.state.updates) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # of a policy, in tests/models/test_sums.py
 @pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 def test_gradients_are_added_in_the_backward_to_the_bits_of_those_added_afterwards(monkeypatch):
     """The gradient of several micro-batches; and the second copy of it is gone from the program's memory."""

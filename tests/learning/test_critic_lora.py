@@ -107,7 +107,7 @@ def trained(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # as adapters of a policy in test_lora.py, and a critic in test_critic.py
 def test_a_critic_learns_adapters_and_goes_on_from_them_alone(trained):
     lines = trained.records()
     assert [line["critic/explained_variance"] != 0 for line in lines] == [False, True, True]
@@ -125,7 +125,7 @@ def test_a_critic_learns_adapters_and_goes_on_from_them_alone(trained):
     assert stored < 1.2 * nbytes(state) + 300_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_critic_does_not_go_on_with_other_adapters_or_another_base(trained, tmp_path, capsys):
     other = str(tiny.model_folder(tmp_path / "other", seed=1))
     for section in ({"lora": LORA | {"rank": 16}}, {"path": other}):

@@ -99,7 +99,7 @@ def updated(made, state, rows=8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [8, HALF])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.nightly), HALF])  # one program, or micro-batches
 def test_an_update_is_rounded_by_its_number_so_that_a_resumed_run_rounds_alike(rows):
     made, params = learner("int8")
     state, _ = updated(made, fresh(made, params), rows)

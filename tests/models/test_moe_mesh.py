@@ -19,7 +19,10 @@ from qarl_jax.models.layers import Quantized
 from qarl_jax.models.moe import MoE
 from qarl_jax.runtime.mesh import batch_sharding, constrain, make_mesh, param_shardings
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
+    pytest.mark.usefixtures("compiled_programs"),  # the nightly cases are compiled as a run
+]
 B, T, D, F, E, K = 8, 10, 64, 96, 4, 2
 COPIES = B * T * K
 CONFIG = models.ModelConfig(

@@ -32,6 +32,7 @@ def test_a_seed_means_the_same_masters_on_every_mesh_and_no_device_holds_more_th
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")
 def test_kernels_are_normal_norms_one_biases_zero_in_the_masters_dtype():
     config = dataclasses.replace(CONFIG, param_dtype=jnp.dtype("bfloat16"), qkv_bias=True)
     for path, x in models.by_path(models.random_masters(config, make_mesh(), 0)).items():

@@ -25,6 +25,7 @@ from qarl_jax.run import export
 from qarl_jax.types import Prompt, UserError
 from tests.reference import quant_reference, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")  # the nightly cases are compiled as a run
 SCHEMES = ("w4a16:g32", "w4a16_asym:g32")
 CASES = [
     (True, SCHEMES[0]),

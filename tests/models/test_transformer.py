@@ -239,7 +239,7 @@ def test_query_chunks_do_not_change_attention(monkeypatch):
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0]], [9, 5, 6, 3], axis=1).repeat(2, axis=0), jnp.int32)
 
     def run():
-        return jax.jit(lambda: attention(q, k, v, segment_ids=segments))()
+        return jax.jit(lambda *qkv: attention(*qkv, segment_ids=segments))(q, k, v)
 
     whole = run()
     monkeypatch.setattr(attention_module, "_QUERY_CHUNK", 4)

@@ -28,13 +28,13 @@ from tests.reference import tiny
 from tests.reference.bridge_world import connected
 from tests.reference.qwen3 import qwen3
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# tests/test_vllm_run.py has a run of adapters, tests/bridge/test_adapters.py their layers without a vLLM.
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_adapters.py"
 MODEL = str(pathlib.Path(__file__).parents[2] / "assets" / "tiny-qwen3")
-NIGHTLY = [pytest.param(of, marks=pytest.mark.nightly) for of in (("bf16", 40), ("w4a16", 200))]
 
 
-@pytest.fixture(scope="module", params=[("w8a8", 40), *NIGHTLY], ids=str)
+@pytest.fixture(scope="module", params=[("w8a8", 40), ("bf16", 40), ("w4a16", 200)], ids=str)
 def found(request, tmp_path_factory):
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("engine")
@@ -101,7 +101,6 @@ def started(weights, options):
     return bridge, dataclasses.replace(options, endpoints=(address,), key_file=key)
 
 
-@pytest.mark.nightly
 def test_a_run_starts_from_an_engine_that_holds_its_base_and_publishes_adapters_alone(tmp_path):
     """Three trainers, one engine: the second finds its base there, the third another one, and is refused."""
     pytest.importorskip("vllm")
@@ -138,7 +137,6 @@ def test_a_run_starts_from_an_engine_that_holds_its_base_and_publishes_adapters_
     assert [report["base_s"] > 0 for report in reports] == [True, False]
 
 
-@pytest.mark.nightly
 def test_a_run_starts_from_an_engine_that_loaded_its_base_from_a_folder(tmp_path):
     pytest.importorskip("vllm")
     weights = ladder.with_adapters(ladder.load(MODEL, "bf16", "cpu"), 8)
@@ -166,7 +164,6 @@ def test_a_run_starts_from_an_engine_that_loaded_its_base_from_a_folder(tmp_path
         bridge.wait(60)
 
 
-@pytest.mark.nightly
 def test_partial_versions_of_an_moe_model_are_what_the_learner_scores(tmp_path):
     """Adapters of attention, and norms: neither the loader nor the read-back misses the experts, which stay."""
     pytest.importorskip("vllm")
@@ -213,7 +210,6 @@ def test_partial_versions_of_an_moe_model_are_what_the_learner_scores(tmp_path):
         engine.close()
 
 
-@pytest.mark.nightly  # it starts a vLLM without the bridge
 def test_vllms_own_lora_serves_an_exported_folder_with_the_learners_log_probs(tmp_path):
     pytest.importorskip("vllm")
     (tmp_path / "adapters").mkdir()

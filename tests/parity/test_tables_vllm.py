@@ -17,7 +17,7 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.types import Prompt
 from qarl_jax.verify import ladder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # tests/test_vllm_run.py trains, publishes and exports such tables
 ASSET = pathlib.Path(__file__).parents[2] / "assets" / "tiny-qwen3"
 ENGINE = Config(kv_cache_gb=0.1, max_model_len=128, readback="full", threads=1)
 PROMPTS = [Prompt(uid=str(i), tokens=(3 + i, 13, 5, 14 + i), text="", answer="") for i in range(6)]
@@ -39,14 +39,7 @@ def folder_of(tied, folder):
     return folder
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        (True, "w4a16:g64"),
-        pytest.param((False, "w4a16:g32"), marks=pytest.mark.nightly),
-        pytest.param((False, "w4a16_asym:g32"), marks=pytest.mark.nightly),
-    ],
-)
+@pytest.fixture(scope="module", params=[(True, "w4a16:g64"), (False, "w4a16:g32"), (False, "w4a16_asym:g32")])
 def served(request, tmp_path_factory):
     """(engine, weights of versions 0 and 1, reports, completions of version 1)."""
     tied, tables = request.param

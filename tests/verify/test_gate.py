@@ -15,6 +15,7 @@ from qarl_jax.quant import QTensor
 from qarl_jax.rollout.vllm.engine import VllmEngine
 from qarl_jax.verify import ladder, layers
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 TINY = "assets/tiny-qwen3"
 
 

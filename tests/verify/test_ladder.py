@@ -59,6 +59,7 @@ def test_completions_become_padded_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")
 def test_scores_are_those_of_the_models_logits(folder):
     weights = ladder.load(folder, "bf16", "plain")
     sampled = ladder.Sampled.of([completion((7, 8), prompt=(5, 6)), completion((9, 4), prompt=(8,))])
@@ -72,6 +73,7 @@ def test_scores_are_those_of_the_models_logits(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")  # quantize is asked to the bit of an engine in tests/parity
 @pytest.mark.parametrize("scheme", [pytest.param("w8a8", marks=pytest.mark.nightly), "w4a16:g64"])
 def test_the_exact_rungs_hold_and_break_with_one_code(folder, scheme):
     weights = ladder.load(folder, scheme, "plain")

@@ -15,6 +15,7 @@ from qarl_jax.models.layers import rope_table
 from qarl_jax.verify import layers
 from tests.reference import tiny_policies
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 TOKENS = 6
 
 

@@ -73,6 +73,7 @@ def scheme_names() -> tuple[str, ...]:
     return ("bf16", *SCHEMES)
 
 
+@functools.lru_cache(maxsize=256)  # of a config, by every check of its values
 def parse_scheme(text: str, group_size: int | None = None) -> Scheme | None:
     """Parses a scheme's name ("w4a16", "w4a16:g64", "w8a8") into its Config; "bf16", which has no QTensor, gives None.
 
