@@ -1,8 +1,8 @@
 # SmolLM2-135M through all of its layers on one GPU, and beside it GPTQ and end-to-end training, on the same text with the same
-# groups: all at once, in some 30 GB. MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of
+# groups: all at once. Three parts filled 56 GB that were free; FRACTION is what each may take of the GPU (0.15). MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of
 # perplexities. A killed run goes on with the same command. Arguments are overrides of all arms. PARTS runs other arms: parts
 # side by side, the arms of a part, joined by commas, one after the other. TINY=1 tries it on a CPU with the quickstart's policy.
-export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_COMPILATION_CACHE_DIR=$MODELS/xla
+export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-0.15} JAX_COMPILATION_CACHE_DIR=$MODELS/xla
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
 if [ -n "${TINY:-}" ]; then

@@ -1,4 +1,4 @@
-# Decode steps of 4B with a profile of host and kernels, then rollouts of NVFP4, BF16 and int4 at 7B and 14B with adapters.
+# Decode steps of 4B with a profile of host and kernels.
 # TINY=1 RESULTS=DIR MODELS=DIR tries it on a CPU.
 source benchmarks/sessions/tp/common.sh
 shapes=4b sizes=(--sequences 128)
@@ -10,7 +10,4 @@ fi
 for scheme in bf16 w4a16 w8a8; do
   limited "decode_$scheme" 90 $PYTHON -m benchmarks.engine_price --shapes $shapes --schemes $scheme "${sizes[@]}" --repeats 1 \
     --arithmetics batch_invariant --profile "$RESULTS/decode_$scheme.profile" --out "$RESULTS/decode.jsonl" || true
-done
-for size in 7b 14b; do
-  SIZE=$size bash benchmarks/sessions/fp4/0/40-rollout.sh
 done
