@@ -117,10 +117,11 @@ def check_quantizable(shape: tuple[int, ...], scheme: Scheme, name: str = "") ->
     """Raises UserError, naming the weight, if a weight [..., N, K] of this shape cannot be quantized under `scheme`."""
     problem = scheme.check(tuple(shape))
     if problem:
+        choice = getattr(scheme, "group_size", None) is not None
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
-            "Choose another scheme or bf16 for this weight (quant.rules) or, if the group does not divide it, another "
-            "group size (quant.group_size)."
+            "Choose another scheme or bf16 for this weight (quant.rules)"
+            + (" or, if the group does not divide it, another group size (quant.group_size)." if choice else ".")
         )
 
 
