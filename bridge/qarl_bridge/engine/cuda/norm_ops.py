@@ -32,6 +32,9 @@ def _store_codes(y, codes_ptr, scales_ptr, row, at, D):
     tl.store(scales_ptr + row, tl.math.div_rn(top, 127.0))
 
 
+_UNITS = tl.constexpr(1.5 * 2.0**52)  # a float64 near it is an integer: adding it rounds to the nearest, ties to even
+
+
 @triton.jit
 def _inverse_root(x, eps, D: tl.constexpr):
     """Computes float32 1 / sqrt(s + eps) of each row of x float32 [..., BLOCK], 0 beyond D."""
@@ -43,7 +46,7 @@ def _inverse_root(x, eps, D: tl.constexpr):
         scaled = x.to(tl.float64) * scale
     else:
         scaled = x.to(tl.float64) * scale[:, None]
-    total = tl.sum(libdevice.rint(scaled * scaled), axis=axis)
+    total = tl.sum((scaled * scaled + _UNITS) - _UNITS, axis=axis)  # of integers below 2^36
     return (1.0 / tl.sqrt(total / (D * scale * scale) + eps)).to(tl.float32)
 
 
