@@ -37,16 +37,13 @@ _UNITS = tl.constexpr(1.5 * 2.0**52)  # a float64 near it is an integer: adding 
 
 @triton.jit
 def _inverse_root(x, eps, D: tl.constexpr):
-    """Computes float32 1 / sqrt(s + eps) of each row of x float32 [..., BLOCK], 0 beyond D."""
+    """Computes float32 1 / sqrt(s + eps) [..., 1] of each row of x float32 [..., BLOCK], 0 beyond D."""
     axis: tl.constexpr = len(x.shape) - 1
-    top = tl.max(tl.abs(x), axis=axis).to(tl.float64)
+    top = tl.max(tl.abs(x), axis=axis, keep_dims=True).to(tl.float64)
     bits = tl.maximum(top.to(tl.int64, bitcast=True) >> 52, 723)  # the biased E
     scale = ((2063 - bits) << 52).to(tl.float64, bitcast=True)  # 2^(17 - E)
-    if axis == 0:
-        scaled = x.to(tl.float64) * scale
-    else:
-        scaled = x.to(tl.float64) * scale[:, None]
-    total = tl.sum((scaled * scaled + _UNITS) - _UNITS, axis=axis)  # of integers below 2^36
+    scaled = x.to(tl.float64) * scale
+    total = tl.sum((scaled * scaled + _UNITS) - _UNITS, axis=axis, keep_dims=True)  # of integers below 2^36
     return (1.0 / tl.sqrt(total / (D * scale * scale) + eps)).to(tl.float32)
 
 
@@ -117,7 +114,7 @@ def _rotated_norms(x_ptr, q_ptr, k_ptr, positions_ptr, table_ptr, y_ptr, heads, 
     x_ptr += row * stride
     x = tl.load(x_ptr + head * H + at, mask=there, other=0.0).to(tl.float32)
     partner = tl.load(x_ptr + head * H + other, mask=there, other=0.0).to(tl.float32)
-    r = _inverse_root(x, eps, H)[:, None]
+    r = _inverse_root(x, eps, H)
     w = tl.where(of_keys, tl.load(k_ptr + at), tl.load(q_ptr + at)).to(tl.float32)
     y = ((x * r) * w).to(y_ptr.dtype.element_ty).to(tl.float32)
     w = tl.where(of_keys, tl.load(k_ptr + other), tl.load(q_ptr + other)).to(tl.float32)
