@@ -273,9 +273,9 @@ def _distill(
     models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), masters, nnx.State({})), folder)
     print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
     masters = as_stored(masters)
-    found["distilled"] = perplexity(served, masters)
     for bits in cfg.widths:
         found[f"distilled_{bits}"] = perplexity(models.with_scheme(graphdef, job.stages[-1].at_width(bits)), masters)
+    found["distilled"] = found[f"distilled_{min(cfg.widths)}"] if cfg.widths else perplexity(served, masters)
     return losses, found
 
 
