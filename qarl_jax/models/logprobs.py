@@ -208,11 +208,22 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(total == 1, x, jnp.log(total) * x / jnp.where(total == 1, 1.0, total - 1.0))
 
 
-def _both_sums(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums two arrays over their last axis as complex numbers. For two reductions XLA would store what x and y share:
-    exponentials in float64, twice as many bytes as the logits."""
-    total = jax.lax.complex(x, y).sum(-1)
-    return total.real, total.imag
+def _sums(*terms: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums arrays over their last axis in one reduction. For several XLA would store what they share: exponentials in
+    float64, twice as many bytes as the logits."""
+    add = lambda x, y: tuple(map(jnp.add, x, y))  # noqa: E731
+    return tuple(jax.lax.reduce(terms, (jnp.zeros((), jnp.float64),) * len(terms), add, (terms[0].ndim - 1,)))
+
+
+def _in_units(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rounds float64 x in [0, 1] to a multiple of 2^-107: integers (a, b, c), x = a 2^-35 + b 2^-71 + c 2^-107.
+
+    The sums of up to 2^18 of each are exact in every order, and the engine's (`qarl_bridge.engine.cuda.sampling`).
+    """
+    high = jnp.round(x * 2.0**35)
+    rest = (x * 2.0**35 - high) * 2.0**36
+    middle = jnp.round(rest)
+    return high, middle, jnp.round((rest - middle) * 2.0**36)
 
 
 def statistics(
@@ -231,11 +242,12 @@ def statistics(
         own, weighted = jnp.where(chosen, below, 0.0), exps * below
         if _wide_softmax(numerics):
             # The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the
-            # logarithm of one plus what is left, and float32 keeps every digit of it, where the order of sums shows.
+            # logarithm of one plus what is left, and float32 keeps its digits.
             largest = z == top
-            others, weighted = _both_sums(jnp.where(largest, 0.0, exps), weighted)
-            count, own = _both_sums(largest.astype(z.dtype), own)
-            rest = others + (count - 1.0)
+            high, middle, low, count, own, weighted = _sums(
+                *_in_units(jnp.where(largest, 0.0, exps)), largest.astype(z.dtype), own, weighted
+            )
+            rest = (high + (middle + low * 2.0**-36) * 2.0**-36) * 2.0**-35 + (count - 1.0)
             total, log_total = 1.0 + rest, _log1p(rest)
         else:
             total, own, weighted = exps.sum(-1), own.sum(-1), weighted.sum(-1)

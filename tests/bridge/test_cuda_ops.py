@@ -62,6 +62,20 @@ def test_log_probs_are_float64s_rounded_once(run):
     """)
 
 
+def test_no_order_of_the_vocabulary_changes_a_log_prob(run):
+    run("""
+        import numpy as np
+        from qarl_bridge.engine.cpu import layers
+        from tests.reference.logits import logits_beside_a_midpoint
+
+        z, order = logits_beside_a_midpoint(60, 5000), np.append(0, 5000 - np.arange(1, 5000))
+        z, mixed = torch.from_numpy(z), torch.from_numpy(z[:, order])
+        first = torch.zeros(60, 1, dtype=torch.int64)
+        assert torch.equal(sampling.token_logprobs(mixed, first), sampling.token_logprobs(z, first))
+        assert torch.equal(layers.log_softmax(mixed)[:, 0], layers.log_softmax(z)[:, 0])
+    """)
+
+
 def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distribution(run):
     run("""
         torch.manual_seed(0)

@@ -97,12 +97,18 @@ def attend(
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Computes log-probs [..., V] float32 of logits in float64; log1p keeps digits near 0 (`sampling._normalizer`)."""
+    """Computes log-probs [..., V] float32 of logits in float64, as `qarl_bridge.engine.cuda.sampling` does."""
     z = logits.double()
     z = z - z.amax(dim=-1, keepdim=True)
     largest = z == 0
-    rest = z.exp().masked_fill_(largest, 0).sum(dim=-1, keepdim=True) + (largest.sum(dim=-1, keepdim=True) - 1)
-    return (z - rest.log1p()).float()
+    x, sums = z.exp().masked_fill_(largest, 0) * 2.0**35, []
+    for _ in range(3):
+        whole = x.round()
+        sums.append(whole.sum(dim=-1, keepdim=True))
+        x = (x - whole) * 2.0**36
+    high, middle, low = sums
+    rest = (high + (middle + low * 2.0**-36) * 2.0**-36) * 2.0**-35
+    return (z - (rest + (largest.sum(dim=-1, keepdim=True) - 1)).log1p()).float()
 
 
 class Float64RMSNorm(RMSNorm):

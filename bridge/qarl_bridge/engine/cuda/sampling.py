@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant log-probs, temperature and sampling for a CUDA engine, as Triton kernels.
 
-log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over the temperature
+log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over the temperature; each
+             exp is rounded to a multiple of 2^-107, so that the sum is exact in every order
 a draw       the argmax of log-prob - log(time), time exponential by Philox from (seed, draw, token)
 """
 
@@ -23,25 +24,37 @@ def _log1p(x):
     return tl.where(total == 1.0, x, tl.log(total) * x / (total - 1.0))
 
 
+_UNITS = tl.constexpr(1.5 * 2.0**52)  # a float64 near it is an integer: adding it rounds to the nearest, ties to even
+
+
 @triton.jit
 def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
-    """Computes (top, log(sum(exp(z - top)))) of a row, float64.
+    """Computes (top, log(sum(exp(z - top)))) of a row of up to 2^18 logits, float64.
 
-    The sum leaves out the largest logit's exp(0) = 1, and log1p adds it: log-probs close to 0 keep all their digits.
+    The sum leaves out the largest logit's exp(0) = 1, and log1p adds it: log-probs close to 0 keep their digits. The
+    other terms are integers times 2^-35, 2^-71 and 2^-107, whose sums are exact.
     """
     at = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         top = tl.maximum(top, tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")))
     highest = tl.max(top).to(tl.float64)
-    below = tl.zeros((BLOCK,), tl.float64)
+    high = tl.zeros((BLOCK,), tl.float64)
+    middle = tl.zeros((BLOCK,), tl.float64)
+    low = tl.zeros((BLOCK,), tl.float64)
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
         z = tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")).to(tl.float64)
-        below += tl.where(z == highest, 0.0, tl.exp(z - highest))
+        x = tl.where(z == highest, 0.0, tl.exp(z - highest)) * 2.0**35
+        rounded = (x + _UNITS) - _UNITS
+        high += rounded
+        x = (x - rounded) * 2.0**36
+        rounded = (x + _UNITS) - _UNITS
+        middle += rounded
+        low += ((x - rounded) * 2.0**36 + _UNITS) - _UNITS
         largest += (z == highest).to(tl.int32)
-    rest = tl.sum(below) + (tl.sum(largest) - 1).to(tl.float64)
-    return highest, _log1p(rest)
+    below = (tl.sum(middle) + tl.sum(low) * 2.0**-36) * 2.0**-36
+    return highest, _log1p((tl.sum(high) + below) * 2.0**-35 + (tl.sum(largest) - 1).to(tl.float64))
 
 
 @triton.jit
@@ -111,11 +124,16 @@ def draw(logprobs: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> to
     return ids.gather(1, best.argmax(1, keepdim=True))[:, 0]
 
 
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits in float32, each row's beside each other."""
+    return logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
+
+
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Computes log-probs float32 [M, V] of logits [M, V], in float64."""
     y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if logits.shape[0]:
-        z = logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
+        z = _rows(logits)
         _of_all[(z.shape[0],)](z, y, z.shape[1], z.stride(0), BLOCK=4096, num_warps=8)
     return y
 
@@ -124,7 +142,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     """Computes the log-probs [M, C] of tokens [M, C] by logits [M, V], equal to those of `log_softmax`."""
     y = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
     if logits.shape[0]:
-        z = logits.float()
+        z = _rows(logits)
         tokens = token_ids.to(torch.int64).contiguous()
         _of_tokens[(z.shape[0],)](z, tokens, y, z.shape[1], z.stride(0), tokens.shape[1], BLOCK=4096, num_warps=8)
     return y
