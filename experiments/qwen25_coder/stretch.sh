@@ -21,7 +21,8 @@
 # (PLAN_1p5b.md). VIEWS: the untrained model's answers to held-out questions; after a run its policy is asked these by
 # difficulty, with a plan and with facts (docs/suites.md). EVAL_S: seconds kept for evaluation (150). LEAST: seconds that a run's training must have left, or it
 # is not begun (30; two runs on an H100 take 500).
-# FRACTION: of the card's memory for a learner, where JOBS do not share it equally. PYTHON: the interpreter.
+# FRACTION: of the card's memory for a learner, where JOBS do not share it equally. MPS: empty leaves NVIDIA's MPS out.
+# PYTHON: the interpreter.
 set -uo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take}
 shift 2
@@ -37,6 +38,13 @@ overrides=("model.path=$model" "$@")
 
 judging=() in_little_room=()
 if [ "$jobs" -gt 1 ]; then
+  # Under MPS kernels of several runs are on a GPU at once: five runs were then as fast as four were without. It numbers the
+  # GPUs that its daemon sees, so the daemon has to see all.
+  if [ "${MPS-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps/pipe CUDA_MPS_LOG_DIRECTORY=/tmp/mps/log
+    mkdir -p /tmp/mps/pipe /tmp/mps/log
+    env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || true # it may run
+  fi
   # Of its part of the card a run leaves 20 GiB to its engine, staging and contexts, and to one that is judged beside it.
   # For an update 23.7 GiB were enough, and 19.7 too few: two runs on 80 GB leave no room for one that is judged.
   share=0.2

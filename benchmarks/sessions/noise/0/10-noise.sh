@@ -1,4 +1,4 @@
-# The runs of experiments/qwen25_coder/PLAN_noise.md with the 0.5B, four at a time on an H200 (JOBS), seed by seed. RUNS
+# The runs of experiments/qwen25_coder/PLAN_noise.md with the 0.5B, five at a time on an H200 (JOBS), seed by seed. RUNS
 # ("nvfp4_aqn:1 ...") runs others. MODELS holds qwen25-coder-0.5b.
 # TINY=1 RESULTS=DIR MODELS=DIR QUEUE=DIR tries an arm of each base on a CPU.
 model=$MODELS/qwen25-coder-0.5b runs=({nvfp4_aqn,nvfp4,w4a16,bf16}:1 {nvfp4_aqn,nvfp4,w4a16,bf16}:2 {nvfp4_aqn,nvfp4,w4a16,bf16}:3)
@@ -12,8 +12,8 @@ if [ -n "${TINY:-}" ]; then
     train.entropy_coef=0.01) # a gradient, whatever the reward
 else
   bash benchmarks/offline_host.sh await "$model/model.safetensors"
-  # On a GPU of 141 GB each of four runs has 17.5 GiB for its learner, which is planned to take 7.
-  export JOBS=${JOBS:-4} FRACTION=${FRACTION:-0.125}
+  # On a GPU of 141 GB each of five runs has 11.2 GiB for its learner, which is planned to take 7.
+  export JOBS=${JOBS:-5} FRACTION=${FRACTION:-0.08}
 fi
 left=$(($(bash benchmarks/offline_host.sh left) - 5))
 CONFIG=noise SUITES=none EVAL_S=0 LEAST=$least MODEL=$model bash experiments/qwen25_coder/stretch.sh "$RESULTS/noise" \

@@ -7,7 +7,8 @@ if [ -n "$TINY" ]; then
   export JAX_PLATFORMS=cpu
 else
   bash benchmarks/offline_host.sh await
-  limited norms 90 $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_cuda_norm_ops.py || true
+  limited norms 120 $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_cuda_sampling.py \
+    tests/gpu/test_cuda_norm_ops.py || true
 fi
 [ -e "$model/config.json" ] || $PYTHON -m benchmarks.random_folder "$model" --shapes "$shapes"
 gate_of() { # SCHEME
