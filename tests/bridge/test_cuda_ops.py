@@ -269,16 +269,18 @@ def test_inverse_roots_are_the_learners_where_a_float64_sum_would_depend_on_its_
     run(
         LIBRARY
         + """
+        from qarl_bridge.engine.cpu import layers as cpu
         from qarl_jax.models import layers
         from tests.reference.norms import rows_beside_a_midpoint
 
         for width in (72, 128):
-            x, roots = rows_beside_a_midpoint(200, width, 1e-6)
+            x, roots = rows_beside_a_midpoint(300, width, 1e-6)
             np.testing.assert_array_equal(layers.inverse_rms(x, 1e-6, order="float64")[:, 0], roots)
             for order in (slice(None), slice(None, None, -1)):
                 rows = torch.from_numpy(x[:, order].copy())
-                found = norm_ops.rms_norm(rows, torch.ones(width), 1e-6).numpy()
-                np.testing.assert_array_equal(found[:, order], x * roots[:, None])
+                for ops in (norm_ops, cpu):
+                    found = ops.rms_norm(rows, torch.ones(width), 1e-6, *[torch.float32] * (ops is cpu)).numpy()
+                    np.testing.assert_array_equal(found[:, order], x * roots[:, None])
     """
     )
 

@@ -49,7 +49,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: to
     bits = (x.abs().amax(dim=-1, keepdim=True).double().view(torch.int64) >> 52).clamp(min=723)
     scale = ((2063 - bits) << 52).view(torch.float64)
     total = (x.double() * scale).square().round().sum(dim=-1, keepdim=True)
-    r = (1 / torch.sqrt(total / (x.shape[-1] * scale * scale) + float(np.float32(eps)))).float()
+    mean = total / (x.shape[-1] * scale * scale) + float(np.float32(eps))
+    r = (1 / torch.from_numpy(np.sqrt(mean.numpy()))).float()  # torch's float64 root is not always the nearest
     y = x * r
     return (y if weight is None else y * weight.float()).to(dtype)
 
