@@ -11,7 +11,8 @@ and engine are aligned (`verify/alignment.py`), the sampler's log-probs equal th
 
 Checking the later updates' tokens in every step would cost the pass that is skipped, because their forwards have
 changed weights. `mismatch/checked` is the share of a step's tokens that were checked. A mismatched token discards the
-update, or is found before it. From then on the learner scores every step, as under `train.proximal=learner`.
+update, or is found before it. The learner then scores this step and the next ones, as under `train.proximal=learner`,
+until no token of a scored step is mismatched.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from qarl_jax.verify import alignment
 
 
 class Proximal:
-    """Decides for one process whether to take the sampler's log-probs, and stops taking them after a mismatch.
+    """Decides for one process whether to take the sampler's log-probs; after a mismatch it waits for an equal step.
 
     Args:
       engine: the sampler; only its `facts` are read.
-      say: called with a sentence when the sampler's log-probs are rejected.
+      say: called with a sentence when the sampler's log-probs are rejected, or taken again.
     """
 
     def __init__(self, cfg: RunConfig, engine: RolloutEngine, say: Callable[[str], None]):
         self._cfg, self._engine, self._say = cfg, engine, say
         self._distrusted = self._told = False
+        self._equal: Callable[[], bool] | None = None  # of the last step that the learner scored
 
     def takes(self, groups: Sequence[RolloutGroup], step: int) -> bool:
         """Tells whether the sampler's log-probs of these responses are used as the proximal policy's."""
@@ -58,6 +60,9 @@ class Proximal:
 
     def wanted(self, step: int) -> bool:
         """Tells whether the sampler's log-probs would be used if one version drew the whole step."""
+        if self._distrusted and self._equal is not None and self._equal():
+            self._distrusted = False
+            self._say(f"step {step}: the last step's log-probs are equal: old log-probs are the sampler's again.")
         return not self._distrusted and alignment.takes_samplers(self._cfg, self._engine.facts, step)
 
     def checks(self, step: int) -> bool:
@@ -67,8 +72,12 @@ class Proximal:
 
     def distrust(self, said: str) -> None:
         """Stops using the sampler's log-probs, and logs why. said: a clause that names the step."""
-        self._distrusted = True
-        self._say(f"{said}; the learner scores old log-probs from here on, as under train.proximal=learner.")
+        self._distrusted, self._equal = True, None
+        self._say(f"{said}; the learner scores old log-probs, as under train.proximal=learner, until a step is equal.")
+
+    def compared(self, equal: Callable[[], bool]) -> None:
+        """Notes a step's outcome. equal: tells, once it is known, whether every log-prob was the sampler's."""
+        self._equal = equal
 
 
 def drawn_under(groups: Sequence[RolloutGroup], version: int) -> bool:

@@ -55,17 +55,18 @@ def test_with_the_samplers_log_probs_a_run_is_the_same_to_the_bit_and_makes_no_p
 
 
 @pytest.mark.slow
-def test_a_token_of_the_first_update_that_differs_discards_it_and_the_pass_is_back(run):
-    step, response, amount = 2, 5, 0.0
+def test_a_token_of_the_first_update_that_differs_discards_it_and_the_pass_is_back_until_a_step_is_equal(run):
+    step, response, amount = 1, 5, 0.0
     wanted, found = (run.steps(setting, (step, response, amount)) for setting in ("learner", "auto"))
     assert_same_bits(found[0], wanted[0])
     assert without(found[1], "mismatch/checked") == without(wanted[1], "mismatch/checked")
     assert found[1][step]["mismatch/exact"] < 1 == found[1][step - 1]["mismatch/exact"]
-    assert [record["mismatch/checked"] == 1 for record in found[1]][step:] == [True] * (STEPS - step)
-    (said,) = found[2]
-    assert said.startswith(f"step {step}, update 1 of 2 is discarded: a token has another log-prob")
-    assert said.endswith("as under train.proximal=learner.")
-    assert (STEPS - step) / STEPS <= found[3] / wanted[3] < 1
+    assert [record["mismatch/checked"] == 1 for record in found[1]][step : step + 2] == [True, True]
+    discarded, again = found[2]
+    assert discarded.startswith(f"step {step}, update 1 of 2 is discarded: a token has another log-prob")
+    assert discarded.endswith("as under train.proximal=learner, until a step is equal.")
+    assert again.startswith(f"step {step + 2}: the last step's log-probs are equal")
+    assert 2 / STEPS <= found[3] / wanted[3] < 1
 
 
 @pytest.mark.slow
@@ -74,9 +75,10 @@ def test_a_later_token_that_is_checked_and_differs_brings_the_pass_back_before_a
     wanted, found = run.steps("learner", (1, 12, 0.0)), run.steps("auto", (1, 12, 0.0))
     assert_same_bits(found[0], wanted[0])
     assert found[1] == wanted[1]
-    (said,) = found[2]
-    assert said.startswith("step 1: of the tokens checked, 1 of ")
-    assert "the first is token" in said
+    differs, again = found[2]
+    assert differs.startswith("step 1: of the tokens checked, 1 of ")
+    assert "the first is token" in differs
+    assert again.startswith("step 3: ")
 
 
 @pytest.mark.slow
@@ -187,12 +189,19 @@ def test_a_response_that_spans_versions_is_scored_by_the_learner_and_that_is_sai
     assert told.startswith("step 3: the learner scores old log-probs, because a response has tokens of another version")
 
 
-def test_once_a_token_differed_nothing_is_taken():
+def test_once_a_token_differed_nothing_is_taken_until_a_step_is_equal():
     made, said = decision(*VLLM)
+    made.compared(lambda: True)
     made.distrust("step 3, update 1 of 2 is discarded")
-    assert not made.takes_step(groups(4), 4)
-    (told,) = said
-    assert told.startswith("step 3, update 1 of 2 is discarded; the learner scores old log-probs from here on")
+    for step in (3, 4):
+        assert not made.takes_step(groups(step), step)
+        made.compared(lambda: False)
+    assert not made.takes_step(groups(5), 5)
+    made.compared(lambda: True)
+    assert made.takes_step(groups(6), 6)
+    told, again = said
+    assert told.startswith("step 3, update 1 of 2 is discarded; the learner scores old log-probs, as under train.prox")
+    assert again.startswith("step 6: ")
 
 
 def test_the_steps_that_are_checked_are_drawn_by_seed_and_step_alone():
