@@ -65,6 +65,18 @@ def runs_leave_no_plots():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def live_engines_are_forked():
+    """Importing vLLM is most of an engine's start. `make test-slow` starts each as a run does."""
+    if "QARL_OPTIMIZE" in os.environ:
+        yield
+        return
+    from tests.reference import engines
+
+    with engines.forked():
+        yield
+
+
 # Files that take a minute with few tests in them.
 LONGEST = (
     "parity/test_cpu_builds.py",

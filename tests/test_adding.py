@@ -305,7 +305,7 @@ else:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_battery_greets_the_scheme(run):
     files = ["tests/quant/test_schemes.py", "tests/quant/test_dot.py", "tests/bridge/test_formats.py"]
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-k", "w5a16"]

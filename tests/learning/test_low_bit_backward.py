@@ -79,7 +79,7 @@ def test_the_mean_gradient_over_updates_is_the_unrounded_one(form):
     assert np.linalg.norm(many.mean(0) - want) <= 1.3 * one / count**0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputed_layers_are_rounded_as_the_first_time():
     """Recomputation moves last bits of dY, and so a code here and there; another seed would move all codes."""
     moved, rounded = (

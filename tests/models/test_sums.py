@@ -65,9 +65,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("scheme", "compiled"),
     [
-        ("bf16", "as a run"),
-        *((scheme, "fast") for scheme in ("w8a8", "w4a16:g32")),
-        *(pytest.param(scheme, "as a run", marks=pytest.mark.nightly) for scheme in ("w8a8", "w4a16:g32")),
+        *((scheme, "fast") for scheme in CASES),
+        *(pytest.param(scheme, "as a run", marks=pytest.mark.nightly) for scheme in CASES),
     ],
 )
 def test_sums_have_the_bits_of_gradients_that_are_added_afterwards(scheme, compiled, monkeypatch, tmp_path_factory):

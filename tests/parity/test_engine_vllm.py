@@ -9,17 +9,14 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 TABLES = json.dumps([{"match": "embed|head", "scheme": "w4a16:g64"}, {"match": "", "scheme": "w4a16_asym"}])
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_engine.py"
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "w8a8",
-        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a16", "nvfp4", "w3a16_asym:g32", "w4a4:g32", TABLES)),
-    ],
+    params=["w8a8", "w4a16", "nvfp4", "w3a16_asym:g32", "w4a4:g32", TABLES],
 )
 def found(request, tmp_path_factory):
     pytest.importorskip("vllm")

@@ -344,7 +344,7 @@ def alone(world):
     return alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_stopped_by_one_signal_and_gone_on_with_by_one_equal_one_to_the_bit(world, alone):
     mixed = world.changed(run_dir=str(world.folder / "mixed"), checkpoint={"every": 0}, log={"view": "lines"})
     # The second process alone is told to stop, in its second step; both save together and leave.
