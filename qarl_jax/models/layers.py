@@ -25,7 +25,7 @@ from qarl_jax import quant
 from qarl_jax.models.config import Lora, ModelConfig
 from qarl_jax.models.hf.config import RopeScaling
 from qarl_jax.numerics.engine import NormOrder
-from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
+from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to, units_per_one
 from qarl_jax.quant import PLAIN, Numerics, splitting
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
@@ -195,9 +195,7 @@ def _exact_mean_square(x: jax.Array) -> jax.Array:
     2^E is the largest power of two up to a row's maximum. In these units a square is an integer below 2^36. The engine
     computes the same (`qarl_bridge.engine.cuda.norm_ops`).
     """
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=-1, keepdims=True), jnp.int64) >> 52
-    bits = jnp.maximum(bits, 723)  # E is at least -300: that of zeros would not fit an exponent
-    scale = jax.lax.bitcast_convert_type((2063 - bits) << 52, jnp.float64)  # 2^(17 - E)
+    scale = units_per_one(x, 18)
     squares = jax.lax.round(jnp.square(x * scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     # A division by D alone XLA makes a product with 1 / D.
     return squares.sum(axis=-1, keepdims=True) / (x.shape[-1] * scale * scale)

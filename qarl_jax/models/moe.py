@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul
-from qarl_jax.numerics.float32 import in_float64, round_to
+from qarl_jax.numerics.float32 import in_float64, round_to, units_per_one
 from qarl_jax.runtime.mesh import constrain, spec_in_use
 
 
@@ -60,28 +60,45 @@ class Router(nnx.Module):
         choice of experts is the largest possible mismatch between sampler and learner.
         """
         weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
-        exactly = in_float64 if self.numerics.float64_experts else lambda formula: formula
-        logits = exactly(_product)(x.astype(jnp.float32), weight)
+        product, softmax_among = _product, _softmax_among
+        if self.numerics.float64_experts:
+            product = in_float64(_exact_product, gradient_of=_product)
+            softmax_among = in_float64(_exact_softmax_among, gradient_of=_softmax_among)
+        logits = product(x.astype(jnp.float32), weight)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
         if replayed is not None:
             experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
             chosen = jnp.take_along_axis(logits, experts, axis=-1)
         # The softmax of the chosen logits is that of all, divided by its sum over the chosen.
         among = chosen if self.moe.norm_topk_prob else logits
-        return experts, exactly(_softmax_among)(chosen, among)
+        return experts, softmax_among(chosen, among)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
 
 
+def _exact_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiplies float64 [M, D] and [E, D], D up to 8,192. Rows are rounded to 24 and 16 bits of their maximum, so that
+    sums are exact in every order."""
+    x_units, units = units_per_one(x, 24), units_per_one(weight, 16)
+    return _product(jnp.round(x * x_units) / x_units, jnp.round(weight * units) / units)
+
+
 def _softmax_among(chosen: jax.Array, among: jax.Array) -> jax.Array:
     return jnp.exp(chosen - jax.nn.logsumexp(among, axis=-1, keepdims=True))
 
 
+def _exact_softmax_among(chosen: jax.Array, among: jax.Array) -> jax.Array:
+    """Computes `_softmax_among` in float64 over up to 1,024 experts; the sum is exact in every order."""
+    top = among.max(axis=-1, keepdims=True)
+    total = jnp.round(jnp.exp(among - top) * 2.0**43).sum(axis=-1, keepdims=True) * 2.0**-43
+    return jnp.exp(chosen - (top + jnp.log(total)))
+
+
 def _weighted_sum(outputs: jax.Array, weights: jax.Array) -> jax.Array:
-    """[M, k, D], [M, k] -> [M, D]."""
-    return (outputs * weights[..., None]).sum(axis=1)
+    """[M, k, D], [M, k] -> [M, D]; adds the experts one after the other, as engines do."""
+    return functools.reduce(jnp.add, (outputs[:, i] * weights[:, i, None] for i in range(outputs.shape[1])))
 
 
 class MoE(nnx.Module):

@@ -92,6 +92,17 @@ def in_float64(formula: Callable[..., Any], gradient_of: Callable[..., Any] | No
     return rounded
 
 
+def units_per_one(x: Float[Array, "*B D"], bits: int) -> Float[Array, "*B 1"]:
+    """Computes a power of two for each float64 row: multiplied by it, the row's largest number has `bits` bits before
+    the point. Call it in float64.
+
+    A sum of numbers that are rounded to multiples of one unit is exact in every order while it has fewer than 53 bits.
+    The engine's is `qarl_bridge.engine.cuda.norm_ops.units_per_one`. Rows below 2^-300 have the unit of 2^-300.
+    """
+    exponent = lax.bitcast_convert_type(jnp.abs(x).max(axis=-1, keepdims=True), jnp.int64) >> 52
+    return lax.bitcast_convert_type((2045 + bits - jnp.maximum(exponent, 723)) << 52, jnp.float64)
+
+
 def round_bf16(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
     """Rounds float32 to the nearest bfloat16 value (ties to even), still stored as float32."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

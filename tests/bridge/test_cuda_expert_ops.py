@@ -138,6 +138,15 @@ def test_the_router_chooses_the_first_of_equal_logits_and_weighs_in_float64(run)
         logits = own.router_logits(x, w)
         assert logits.dtype == torch.float32
         assert torch.equal(logits[:1], own.router_logits(x[:1], w))
+
+        from qarl_bridge.engine.units import in_units
+        from qarl_jax.models import moe
+        from qarl_jax.numerics.float32 import in_float64
+
+        x[:, 3] *= 300
+        mine = in_float64(moe._exact_product)(x.float().numpy(), w.float().numpy())
+        assert own.router_logits(x, w).numpy().tolist() == mine.tolist()
+        assert torch.equal(own._rounded(x, 24), in_units(x, 24))
     """)
 
 

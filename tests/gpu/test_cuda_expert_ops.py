@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.models.moe import _product, _softmax_among, _weighted_sum
+from qarl_jax.models.moe import _exact_product, _exact_softmax_among, _weighted_sum
 from qarl_jax.numerics.float32 import in_float64
 
 pytestmark = pytest.mark.gpu
@@ -101,9 +101,9 @@ def test_a_routers_choice_its_weights_and_the_weighted_sum_are_the_learners():
     outputs = jax.random.normal(keys[2], (ROWS, TOP, 512), jnp.bfloat16)
 
     def run(x, w, outputs):
-        logits = in_float64(_product)(x.astype(jnp.float32), w.astype(jnp.float32))
+        logits = in_float64(_exact_product)(x.astype(jnp.float32), w.astype(jnp.float32))
         chosen, ids = jax.lax.top_k(logits, TOP)
-        weights = in_float64(_softmax_among)(chosen, chosen)
+        weights = in_float64(_exact_softmax_among)(chosen, chosen)
         total = in_float64(_weighted_sum)(outputs.astype(jnp.float32), weights)
         return logits, ids.astype(jnp.int32), weights, total.astype(jnp.bfloat16)
 

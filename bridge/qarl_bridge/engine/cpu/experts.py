@@ -19,6 +19,7 @@ It is slow (a loop over experts), and takes 8 more bytes per weight. Not support
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class _Float64(FusedMoEMethodBase):
             rows, places = (topk_ids == expert).nonzero(as_tuple=True)
             hidden = silu_and_mul(self._product(layer, "w13", expert, x[rows]))
             outputs[rows, places] = self._product(layer, "w2", expert, hidden).double()
-        return (outputs * topk_weights.double().unsqueeze(-1)).sum(dim=1).float().to(x.dtype)
+        terms = (outputs * topk_weights.double().unsqueeze(-1)).unbind(1)
+        return functools.reduce(torch.add, terms).float().to(x.dtype)
 
     def _product(self, layer: Any, which: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         factors = getattr(layer, f"{which}_weight_global_scale", None)

@@ -40,14 +40,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from qarl_bridge.engine.units import units_per_one
+
 _QUERIES = 256  # of a prompt handled at once, which bounds the memory of the scores
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """Computes RMSNorm of x [..., D] float32, with gains `weight` [D] (None: ones); returns [..., D] in `dtype`."""
     # An exact sum, in every order: see `qarl_bridge.engine.cuda.norm_ops`.
-    bits = (x.abs().amax(dim=-1, keepdim=True).double().view(torch.int64) >> 52).clamp(min=723)
-    scale = ((2063 - bits) << 52).view(torch.float64)
+    scale = units_per_one(x, 18)
     total = (x.double() * scale).square().round().sum(dim=-1, keepdim=True)
     mean = total / (x.shape[-1] * scale * scale) + float(np.float32(eps))
     r = (1 / torch.from_numpy(np.sqrt(mean.numpy()))).float()  # torch's float64 root is not always the nearest
@@ -248,9 +249,10 @@ class Float64AttentionBackend(CPUAttentionBackend):
 def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts by logits [T, E]: weights float32 [T, k], experts int32 [T, k]; replaces vLLM's function."""
     chosen, experts = torch.topk(router_logits, k=top_k, dim=-1)
-    among = chosen if renormalize else router_logits
-    weights = torch.exp(chosen.double() - torch.logsumexp(among.double(), dim=-1, keepdim=True))
-    return weights.float(), experts.to(torch.int32)
+    among = (chosen if renormalize else router_logits).double()
+    top = among.amax(dim=-1, keepdim=True)
+    total = (torch.exp(among - top) * 2.0**43).round().sum(dim=-1, keepdim=True) * 2.0**-43
+    return torch.exp(chosen.double() - (top + total.log())).float(), experts.to(torch.int32)
 
 
 class Rewound(torch.Generator):

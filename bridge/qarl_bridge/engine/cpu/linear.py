@@ -15,7 +15,8 @@ computes equal numbers (profile `cpu` of `docs/concepts/engines.md`). bf rounds 
     w*a16_asym    y = bf(S(x, w) + b)              w = bf((q - z) s t), decoded at each product from the published
                                                    arrays, a few outputs at a time
     w4a4, w2a2    y = bf(S(x_q, w) + b)            the same; x_q of `asym_layers.rounded_rows`, exact
-    head, router  S(x, w), left in float32; of a head with codes w = bf(q s), or bf((q - z) s t)
+    head, router  S(x, w), left in float32; of a head with codes w = bf(q s), or bf((q - z) s t); a router's x and w
+                  are rounded first (`units.in_units`)
 
 Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64. A sum of thousands of
 products has a relative error of 1e-13 in any order. Rounded to float32 it is equal in any library, unless it lies that
@@ -48,6 +49,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
 from qarl_bridge.engine import asym_layers, nvfp4_layers, table_layers, versions
+from qarl_bridge.engine.units import in_units
 from qarl_bridge.protocol import formats
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -269,6 +271,7 @@ class Float64Linear:
     def __init__(self, layer: torch.nn.Module):
         # Heads and routers: what they return is a distribution's logits, which are not rounded.
         self.wide = isinstance(layer, (VocabParallelEmbedding, GateLinear))
+        self.is_router = isinstance(layer, GateLinear)
         self._held: torch.Tensor | None = None
 
     def __call__(
@@ -277,6 +280,8 @@ class Float64Linear:
         """Computes outputs [..., N] of inputs x [..., K]; `weight` [N, K] is read, or made, at the first call only."""
         if self._held is None:
             self._held = (weight if isinstance(weight, torch.Tensor) else weight()).detach().double()
+        if self.is_router:  # what is held is read back
+            return product(in_units(x, 24), in_units(self._held, 16), bias, wide=True)
         return product(x, self._held, bias, wide=self.wide)
 
 

@@ -5,8 +5,9 @@
 vLLM's experts add with atomics (int4), choose tiles by the number of rows, and round a weighted output before they sum;
 its routers use cuBLAS. These kernels replace them, and the learner computes equal numbers (`qarl_jax/models/moe.py`):
 
-    router    z = float32(sum_k x_k w_k) in float64; the k largest, of equal ones the first; their weights
-              float32(exp(z - log(sum(exp(z))))) in float64, the sum over the chosen or over all
+    router    z = float32(sum_k x_k w_k) in float64, rows of x and w rounded to 24 and 16 bits of their maximum; the
+              k largest, of equal ones the first; their weights float32(exp(z - log(sum(exp(z))))) in float64, the sum
+              over the chosen or over all, of multiples of 2^-43. So both sums are exact in every order
     experts   h = bf16(acc), one accumulator of the tensor cores through all inputs, ascending; 8-bit codes: with
               scales, bf16(s_x (s_w acc)); int8 ones summed in int32, e4m3 ones multiplied in 16 bits;
               nvfp4: bf16(acc f)
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qarl_bridge.engine.cuda.norm_ops import _UNITS, units_per_one
 from qarl_bridge.engine.cuda.ops import _finished, weights
 from qarl_bridge.protocol import split_k
 
@@ -190,7 +192,8 @@ def _choose(z_ptr, ids_ptr, weights_ptr, E, TOP: tl.constexpr, AMONG_CHOSEN: tl.
         left = tl.where(at == first, float("-inf"), left)
     highest = tl.max(z, axis=0).to(tl.float64)
     among = chosen if AMONG_CHOSEN else z
-    total = tl.sum(tl.exp(among.to(tl.float64) - highest), axis=0)
+    terms = tl.exp(among.to(tl.float64) - highest) * 2.0**43
+    total = tl.sum((terms + _UNITS) - _UNITS, axis=0) * 2.0**-43
     weights = tl.exp(chosen.to(tl.float64) - (highest + tl.log(total))).to(tl.float32)
     tl.store(ids_ptr + row * TOP + slot, ids, mask=slot < TOP)
     tl.store(weights_ptr + row * TOP + slot, weights, mask=slot < TOP)
@@ -210,9 +213,26 @@ def choose(logits: torch.Tensor, top: int, among_chosen: bool) -> tuple[torch.Te
     return weights, ids
 
 
+@triton.jit
+def _round_row(x_ptr, y_ptr, D, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float64)
+    scale = units_per_one(tl.max(tl.abs(x)), BITS)
+    tl.store(y_ptr + row * D + at, ((x * scale + _UNITS) - _UNITS) / scale, mask=at < D)
+
+
+def _rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rounds rows of x [M, D] to so many bits of their maximum; returns float64."""
+    y = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    if len(x):
+        _round_row[(len(x),)](x.contiguous(), y, x.shape[1], BITS=bits, BLOCK=triton.next_power_of_2(x.shape[1]))
+    return y
+
+
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes router logits float32 [M, E] of x [M, D] and weight [E, D], summed in float64."""
-    return (x.double() @ weight.double().t()).float()
+    """Computes router logits float32 [M, E] of x [M, D] and weight [E, D], by exact sums of up to 8,192 products."""
+    return (_rounded(x, 24) @ _rounded(weight, 16).t()).float()
 
 
 def experts(

@@ -36,12 +36,17 @@ _UNITS = tl.constexpr(1.5 * 2.0**52)  # a float64 near it is an integer: adding 
 
 
 @triton.jit
+def units_per_one(top, BITS: tl.constexpr):
+    """Computes 2^(BITS - 1 - E), float64, of rows' maxima of |x|, 2^E the largest power of two up to `top`."""
+    return ((2045 + BITS - tl.maximum(top.to(tl.int64, bitcast=True) >> 52, 723)) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def _inverse_root(x, eps, D: tl.constexpr):
     """Computes float32 1 / sqrt(s + eps) [..., 1] of each row of x float32 [..., BLOCK], 0 beyond D."""
     axis: tl.constexpr = len(x.shape) - 1
     top = tl.max(tl.abs(x), axis=axis, keep_dims=True).to(tl.float64)
-    bits = tl.maximum(top.to(tl.int64, bitcast=True) >> 52, 723)  # the biased E
-    scale = ((2063 - bits) << 52).to(tl.float64, bitcast=True)  # 2^(17 - E)
+    scale = units_per_one(top, 18)
     scaled = x.to(tl.float64) * scale
     total = tl.sum((scaled * scaled + _UNITS) - _UNITS, axis=axis, keep_dims=True)  # of integers below 2^36
     return (1.0 / tl.sqrt(total / (D * scale * scale) + eps)).to(tl.float32)

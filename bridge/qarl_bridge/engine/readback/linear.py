@@ -30,11 +30,13 @@ import torch
 from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.engine.readback import formulas
 from qarl_bridge.engine.readback.formulas import Columns
+from qarl_bridge.engine.units import in_units
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import INDEX, stems
 
 # One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
 SAMPLED_ROWS = 16
+ROUTER = ".mlp.gate"
 _CHUNK = 256  # one-hot rows pushed at once in "full" mode
 _TOKENS = 8192  # rows of an embedding that are looked up at once
 
@@ -256,6 +258,9 @@ class ReadBack:
         def push(columns: Columns) -> tuple[Any, list[Any], Any]:
             got = module.quant_method.apply(module, columns.one_hot, None).float()
             found = formula.expected_split([w.tensors for w in weights], columns, weights[0].twice)
+            if name.endswith(ROUTER) and weights[0].first.dtype == torch.bfloat16:  # as some engines round its weight
+                rounded = in_units(weights[0].first, 16).bfloat16()  # which loses nothing
+                found = [*found, *formula.expected([{"weight": rounded}], columns)]
             alternatives = [x.to(self._device) for x in found]
             got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
             wrong = ~torch.isfinite(got)
