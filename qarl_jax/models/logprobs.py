@@ -17,7 +17,7 @@ The backward recomputes z chunk by chunk from the saved hidden states and logsum
 so that the largest buffer of either pass is [B, chunk / B, V]. Chunks cut time and not the batch: rows stay on the
 devices that hold them. The chosen logit is read by comparing an iota with the token instead of by a gather, because a
 gather along a vocabulary sharded over devices makes the partitioner collect the whole of z first; compare, select and
-reduce stay local and end in an all-reduce of [B, chunk / B] numbers.
+reduce stay local and end in an exchange of six [B, chunk / B] numbers.
 
 Only this file shifts by one token: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1, and a
 critic's value of token t comes from t - 1 too (`preceding`).
@@ -208,22 +208,32 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(total == 1, x, jnp.log(total) * x / jnp.where(total == 1, 1.0, total - 1.0))
 
 
-def _sums(*terms: jax.Array) -> tuple[jax.Array, ...]:
-    """Sums arrays over their last axis in one reduction. For several XLA would store what they share: exponentials in
-    float64, twice as many bytes as the logits."""
-    add = lambda x, y: tuple(map(jnp.add, x, y))  # noqa: E731
-    return tuple(jax.lax.reduce(terms, (jnp.zeros((), jnp.float64),) * len(terms), add, (terms[0].ndim - 1,)))
-
-
-def _in_units(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rounds float64 x in [0, 1] to a multiple of 2^-107: integers (a, b, c), x = a 2^-35 + b 2^-71 + c 2^-107.
-
-    The sums of up to 2^18 of each are exact in every order, and the engine's (`qarl_bridge.engine.cuda.sampling`).
-    """
-    high = jnp.round(x * 2.0**35)
-    rest = (x * 2.0**35 - high) * 2.0**36
+def _in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits float64 x up to 2^53 into integers (a, b, c): a + b 2^-36 + c 2^-72 is x to a multiple of 2^-72."""
+    high = jnp.round(x)
+    rest = (x - high) * 2.0**36
     middle = jnp.round(rest)
     return high, middle, jnp.round((rest - middle) * 2.0**36)
+
+
+def _sums(exps: jax.Array, weighted: jax.Array, count: jax.Array, own: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums float64 arrays over their last axis: (the first's sum, the others'). The first has numbers in [0, 1].
+
+    The first's sum is exact in every order for up to 2^18 numbers, and is the engine's
+    (`qarl_bridge.engine.cuda.sampling`): each number becomes integers times 2^-35, 2^-71 and 2^-107. It is split where
+    it is added, in one reduction of complex numbers. XLA stores what two operands or two reductions share: exponentials
+    in float64, twice as many bytes as the logits.
+    """
+
+    def add(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        high, middle, low = map(jnp.add, _in_integers(x[0].real), _in_integers(y[0].real))
+        return jax.lax.complex(high, x[0].imag + y[0].imag), x[1] + y[1] + jax.lax.complex(middle, low), x[2] + y[2]
+
+    first = jax.lax.complex(exps * 2.0**35, weighted)
+    terms = first, jnp.zeros_like(first), jax.lax.complex(count, own)
+    first, rest, last = jax.lax.reduce(terms, (jnp.zeros((), first.dtype),) * 3, add, (first.ndim - 1,))
+    total = (first.real + (rest.real + rest.imag * 2.0**-36) * 2.0**-36) * 2.0**-35
+    return total, first.imag, last.real, last.imag
 
 
 def statistics(
@@ -244,10 +254,9 @@ def statistics(
             # The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the
             # logarithm of one plus what is left, and float32 keeps its digits.
             largest = z == top
-            high, middle, low, count, own, weighted = _sums(
-                *_in_units(jnp.where(largest, 0.0, exps)), largest.astype(z.dtype), own, weighted
-            )
-            rest = (high + (middle + low * 2.0**-36) * 2.0**-36) * 2.0**-35 + (count - 1.0)
+            others = jnp.where(largest, 0.0, exps)
+            others, weighted, count, own = _sums(others, weighted, largest.astype(z.dtype), own)
+            rest = others + (count - 1.0)
             total, log_total = 1.0 + rest, _log1p(rest)
         else:
             total, own, weighted = exps.sum(-1), own.sum(-1), weighted.sum(-1)

@@ -66,13 +66,18 @@ def test_no_order_of_the_vocabulary_changes_a_log_prob(run):
     run("""
         import numpy as np
         from qarl_bridge.engine.cpu import layers
+        from qarl_jax.models.logprobs import statistics
+        from qarl_jax.quant import resolve
         from tests.reference.logits import logits_beside_a_midpoint
 
-        z, order = logits_beside_a_midpoint(60, 5000), np.append(0, 5000 - np.arange(1, 5000))
+        z, order = logits_beside_a_midpoint(300, 5000), np.append(0, 5000 - np.arange(1, 5000))
+        mine = np.asarray(statistics(z, np.zeros(300, np.int32), numerics=resolve("cpu"))[0])
         z, mixed = torch.from_numpy(z), torch.from_numpy(z[:, order])
-        first = torch.zeros(60, 1, dtype=torch.int64)
+        first = torch.zeros(300, 1, dtype=torch.int64)
         assert torch.equal(sampling.token_logprobs(mixed, first), sampling.token_logprobs(z, first))
-        assert torch.equal(layers.log_softmax(mixed)[:, 0], layers.log_softmax(z)[:, 0])
+        theirs = layers.log_softmax(z)[:, 0]
+        assert torch.equal(layers.log_softmax(mixed)[:, 0], theirs)
+        assert (mine != theirs.numpy()).mean() <= 0.05  # torch's exponential and logarithm are not XLA's to the last bit
     """)
 
 

@@ -3,6 +3,7 @@
 """Under `cpu` every layer is its formula in float64, rounded once: against numpy, and with the gradient of `plain`."""
 
 import functools
+import os
 import re
 import types
 
@@ -152,6 +153,18 @@ def test_a_routers_sums_are_exact():
     got = weights(chosen, among)
     np.testing.assert_array_equal(weights(chosen, among[:, ::-1]), got)
     np.testing.assert_allclose(got, np.exp(wide(chosen)) / np.exp(wide(among)).sum(-1, keepdims=True), rtol=1e-6)
+
+
+def test_an_h200_stores_no_exponentials():
+    if not os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+        pytest.skip("needs jax's CUDA plugin, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU")
+    from benchmarks.memory import absent_gpus
+
+    where = jax.sharding.NamedSharding(absent_gpus(), jax.sharding.PartitionSpec())
+    z, tokens = (jax.ShapeDtypeStruct(*one, sharding=where) for one in (((256, 151_936), "float32"), ((256,), "int32")))
+    of = jax.jit(functools.partial(statistics, numerics=resolve("cuda")))
+    compiled = of.trace(z, tokens).lower(lowering_platforms=("cuda",)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < z.size
 
 
 def test_no_two_sums_over_the_vocabulary_share_an_exponential():

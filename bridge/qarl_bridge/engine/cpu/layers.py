@@ -99,7 +99,8 @@ def attend(
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Computes log-probs [..., V] float32 of logits in float64, as `qarl_bridge.engine.cuda.sampling` does."""
+    """Computes log-probs [..., V] float32 of logits in float64, as `qarl_bridge.engine.cuda.sampling` does, but by
+    torch's exponential and logarithm: one in some 10^9 differs from the learner's."""
     z = logits.double()
     z = z - z.amax(dim=-1, keepdim=True)
     largest = z == 0
@@ -109,8 +110,9 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
         sums.append(whole.sum(dim=-1, keepdim=True))
         x = (x - whole) * 2.0**36
     high, middle, low = sums
-    rest = (high + (middle + low * 2.0**-36) * 2.0**-36) * 2.0**-35
-    return (z - (rest + (largest.sum(dim=-1, keepdim=True) - 1)).log1p()).float()
+    rest = (high + (middle + low * 2.0**-36) * 2.0**-36) * 2.0**-35 + (largest.sum(dim=-1, keepdim=True) - 1)
+    total = 1 + rest
+    return (z - torch.where(total == 1, rest, total.log() * rest / (total - 1))).float()
 
 
 class Float64RMSNorm(RMSNorm):
