@@ -72,7 +72,7 @@ class Proximal:
 
     def distrust(self, said: str) -> None:
         """Stops using the sampler's log-probs, and logs why. said: a clause that names the step."""
-        self._distrusted, self._equal = True, None
+        self._equal, self._distrusted = None, True
         self._say(f"{said}; the learner scores old log-probs, as under train.proximal=learner, until a step is equal.")
 
     def compared(self, equal: Callable[[], bool]) -> None:
