@@ -36,14 +36,17 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do arms+=("$1") && shift; done
 [ $# -gt 0 ] && shift # what is left are overrides
 overrides=("model.path=$model" "$@")
 
-judging=() in_little_room=()
+judging=() in_little_room=() daemon=
 if [ "$jobs" -gt 1 ]; then
   # Under MPS kernels of several runs are on a GPU at once: five runs were then as fast as four were without. It numbers the
   # GPUs that its daemon sees, so the daemon has to see all.
   if [ "${MPS-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
     export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps/pipe CUDA_MPS_LOG_DIRECTORY=/tmp/mps/log
     mkdir -p /tmp/mps/pipe /tmp/mps/log
-    env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || true # it may run
+    if env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d >/tmp/mps/log/start 2>&1; then # else it runs
+      daemon=started
+    fi
+    echo get_server_list | nvidia-cuda-mps-control >/dev/null 2>&1 || unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
   fi
   # Of its part of the card a run leaves 20 GiB to its engine, staging and contexts, and to one that is judged beside it.
   # For an update 23.7 GiB were enough, and 19.7 too few: two runs on 80 GB leave no room for one that is judged.
@@ -125,7 +128,7 @@ pack() {
   (cd "$work" && flock results.lock bash -c \
     'tar --exclude=checkpoints --exclude=tensorboard -cJf results.part runs log; mv results.part results.tar.xz') || true
 }
-trap pack EXIT
+trap 'pack; [ -z "$daemon" ] || echo quit | nvidia-cuda-mps-control >/dev/null 2>&1' EXIT
 # A line for each place that is free: its card.
 rm -f "$work/places" && mkfifo "$work/places" && exec {places}<>"$work/places"
 for ((i = 0; i < jobs; i++)); do

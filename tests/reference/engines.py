@@ -89,12 +89,14 @@ class Forked:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: str):
         self.returncode: int | None = None
+        self._polling = threading.Lock()
         self.pid: int = _parent().ask([list(arguments), dict(environment), log])
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = _parent().ask(self.pid)
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                self.returncode = _parent().ask(self.pid)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         end = None if timeout is None else time.monotonic() + timeout
@@ -119,7 +121,8 @@ def _started(command: Sequence[str], *, env: Mapping[str, str], stdout: Any, **o
     """Stands in for `subprocess.Popen`: forks an engine of one process, and starts anything else."""
     engine = json.loads(command[command.index("--options") + 1]) if "--options" in command else {}
     forks = engine.get("engine", "vllm") == "vllm" and engine.get("tensor_parallel_size", 1) == 1
-    if forks and command[0] == sys.executable and build.VARIABLE not in env:
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    if forks and on_cpu and command[0] == sys.executable and build.VARIABLE not in env:
         return Forked(command[3:], env, os.readlink(f"/proc/self/fd/{stdout.fileno()}"))
     return subprocess.Popen(command, env=env, stdout=stdout, **options)
 
