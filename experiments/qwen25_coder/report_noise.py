@@ -73,11 +73,10 @@ def differences(found: dict[str, dict[int, Run]]) -> str:
         size = over(entropy)
         cells = [f"`{names[0]}` less `{names[1]}`", report.listed(reward), report.plus_minus(over(reward))]
         cells += [report.listed(f"{100 * x:+.1f}" for x in reward.values()), f"{size.mean:.3f} ± {size.half:.3f}"]
-        for k in PASSES:
-            a, b = (np.array([passed(found[name][seed], k) for seed in reward]) for name in names)
-            cells.append(report.plus_minus(stats.estimate(a - b)))
-        rows.append(cells)
-    return report.table(["difference", "seeds", "reward", "by seed", "entropy", *PASSES], rows)
+        gains = {k: [passed(found[names[0]][s], k) - passed(found[names[1]][s], k) for s in reward] for k in PASSES}
+        one, eight = (np.array(gains[k]) for k in PASSES)
+        rows.append([*cells, *(report.plus_minus(stats.estimate(x)) for x in (one, eight, eight - one))])
+    return report.table(["difference", "seeds", "reward", "by seed", "entropy", *PASSES, "pass@8 less pass@1"], rows)
 
 
 def verdict(found: dict[str, dict[int, Run]]) -> str:
