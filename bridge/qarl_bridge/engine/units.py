@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import torch
 
+ROUTER = ".mlp.gate"
+"""The end of the name of a router, whose inputs and weights are rounded."""
+
 
 def units_per_one(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Computes rows' units as `qarl_bridge.engine.cuda.norm_ops.units_per_one` does: float64 [..., 1] of x [..., D]."""

@@ -279,10 +279,9 @@ class Float64Linear:
     ) -> torch.Tensor:
         """Computes outputs [..., N] of inputs x [..., K]; `weight` [N, K] is read, or made, at the first call only."""
         if self._held is None:
-            self._held = (weight if isinstance(weight, torch.Tensor) else weight()).detach().double()
-        if self.is_router:  # what is held is read back
-            return product(in_units(x, 24), in_units(self._held, 16), bias, wide=True)
-        return product(x, self._held, bias, wide=self.wide)
+            made = (weight if isinstance(weight, torch.Tensor) else weight()).detach()
+            self._held = in_units(made, 16) if self.is_router else made.double()
+        return product(in_units(x, 24) if self.is_router else x, self._held, bias, wide=self.wide)
 
 
 class Float64Table(table_layers.Table):

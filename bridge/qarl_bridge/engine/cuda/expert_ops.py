@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_bridge.engine.cuda.norm_ops import _UNITS, units_per_one
+from qarl_bridge.engine.cuda.norm_ops import nearest, units_per_one
 from qarl_bridge.engine.cuda.ops import _finished, weights
 from qarl_bridge.protocol import split_k
 
@@ -192,8 +192,7 @@ def _choose(z_ptr, ids_ptr, weights_ptr, E, TOP: tl.constexpr, AMONG_CHOSEN: tl.
         left = tl.where(at == first, float("-inf"), left)
     highest = tl.max(z, axis=0).to(tl.float64)
     among = chosen if AMONG_CHOSEN else z
-    terms = tl.exp(among.to(tl.float64) - highest) * 2.0**43
-    total = tl.sum((terms + _UNITS) - _UNITS, axis=0) * 2.0**-43
+    total = tl.sum(nearest(tl.exp(among.to(tl.float64) - highest) * 2.0**43), axis=0) * 2.0**-43
     weights = tl.exp(chosen.to(tl.float64) - (highest + tl.log(total))).to(tl.float32)
     tl.store(ids_ptr + row * TOP + slot, ids, mask=slot < TOP)
     tl.store(weights_ptr + row * TOP + slot, weights, mask=slot < TOP)
@@ -219,7 +218,7 @@ def _round_row(x_ptr, y_ptr, D, BITS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float64)
     scale = units_per_one(tl.max(tl.abs(x)), BITS)
-    tl.store(y_ptr + row * D + at, ((x * scale + _UNITS) - _UNITS) / scale, mask=at < D)
+    tl.store(y_ptr + row * D + at, nearest(x * scale) / scale, mask=at < D)
 
 
 def _rounded(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from qarl_bridge.engine import expert_methods
 from qarl_bridge.engine.cuda import expert_ops, nvfp4, ops
 from qarl_bridge.engine.nvfp4_experts import NvFp4Experts
 from qarl_bridge.engine.readback import experts as readback_experts
+from qarl_bridge.engine.units import ROUTER
 
 
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +186,7 @@ def _router(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `apply` of an unquantized layer: routers compute float32 logits by float64 sums."""
 
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        is_router = type(layer).__name__ == "ReplicatedLinear" and layer.prefix.endswith(".mlp.gate")
+        is_router = type(layer).__name__ == "ReplicatedLinear" and layer.prefix.endswith(ROUTER)
         if not is_router or bias is not None or not x.is_cuda:
             return original(self, layer, x, bias)
         return expert_ops.router_logits(x, layer.weight)

@@ -36,6 +36,12 @@ _UNITS = tl.constexpr(1.5 * 2.0**52)  # a float64 near it is an integer: adding 
 
 
 @triton.jit
+def nearest(x):
+    """Rounds float64 numbers below 2^51 to the nearest integer, ties to even."""
+    return (x + _UNITS) - _UNITS
+
+
+@triton.jit
 def units_per_one(top, BITS: tl.constexpr):
     """Computes 2^(BITS - 1 - E), float64, of rows' maxima of |x|, 2^E the largest power of two up to `top`."""
     return ((2045 + BITS - tl.maximum(top.to(tl.int64, bitcast=True) >> 52, 723)) << 52).to(tl.float64, bitcast=True)
@@ -48,7 +54,7 @@ def _inverse_root(x, eps, D: tl.constexpr):
     top = tl.max(tl.abs(x), axis=axis, keep_dims=True).to(tl.float64)
     scale = units_per_one(top, 18)
     scaled = x.to(tl.float64) * scale
-    total = tl.sum((scaled * scaled + _UNITS) - _UNITS, axis=axis, keep_dims=True)  # of integers below 2^36
+    total = tl.sum(nearest(scaled * scaled), axis=axis, keep_dims=True)  # of integers below 2^36
     return (1.0 / tl.sqrt(total / (D * scale * scale) + eps)).to(tl.float32)
 
 

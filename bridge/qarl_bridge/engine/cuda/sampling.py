@@ -16,15 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from qarl_bridge.engine.cuda.norm_ops import nearest
+
 
 @triton.jit
 def _log1p(x):
     """Computes log(1 + x) accurately near 0, by IEEE operations and the logarithm."""
     total = 1.0 + x
     return tl.where(total == 1.0, x, tl.log(total) * x / (total - 1.0))
-
-
-_UNITS = tl.constexpr(1.5 * 2.0**52)  # a float64 near it is an integer: adding it rounds to the nearest, ties to even
 
 
 @triton.jit
@@ -46,12 +45,12 @@ def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         z = tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")).to(tl.float64)
         x = tl.where(z == highest, 0.0, tl.exp(z - highest)) * 2.0**35
-        rounded = (x + _UNITS) - _UNITS
+        rounded = nearest(x)
         high += rounded
         x = (x - rounded) * 2.0**36
-        rounded = (x + _UNITS) - _UNITS
+        rounded = nearest(x)
         middle += rounded
-        low += ((x - rounded) * 2.0**36 + _UNITS) - _UNITS
+        low += nearest((x - rounded) * 2.0**36)
         largest += (z == highest).to(tl.int32)
     below = (tl.sum(middle) + tl.sum(low) * 2.0**-36) * 2.0**-36
     return highest, _log1p((tl.sum(high) + below) * 2.0**-35 + (tl.sum(largest) - 1).to(tl.float64))

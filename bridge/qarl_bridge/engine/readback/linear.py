@@ -30,13 +30,12 @@ import torch
 from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.engine.readback import formulas
 from qarl_bridge.engine.readback.formulas import Columns
-from qarl_bridge.engine.units import in_units
+from qarl_bridge.engine.units import ROUTER, in_units
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import INDEX, stems
 
 # One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
 SAMPLED_ROWS = 16
-ROUTER = ".mlp.gate"
 _CHUNK = 256  # one-hot rows pushed at once in "full" mode
 _TOKENS = 8192  # rows of an embedding that are looked up at once
 
