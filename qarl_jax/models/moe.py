@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,10 +61,7 @@ class Router(nnx.Module):
         choice of experts is the largest possible mismatch between sampler and learner.
         """
         weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
-        product, softmax_among = _product, _softmax_among
-        if self.numerics.float64_experts:
-            product = in_float64(_exact_product, gradient_of=_product)
-            softmax_among = in_float64(_exact_softmax_among, gradient_of=_softmax_among)
+        product, softmax_among = arithmetic(self.numerics)
         logits = product(x.astype(jnp.float32), weight)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
         if replayed is not None:
@@ -94,6 +92,14 @@ def _exact_softmax_among(chosen: jax.Array, among: jax.Array) -> jax.Array:
     top = among.max(axis=-1, keepdims=True)
     total = jnp.round(jnp.exp(among - top) * 2.0**43).sum(axis=-1, keepdims=True) * 2.0**-43
     return jnp.exp(chosen - (top + jnp.log(total)))
+
+
+def arithmetic(numerics: Any) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Returns a router's product, ([M, D], [E, D]) -> [M, E], and its softmax among experts, as `numerics` has them."""
+    if not numerics.float64_experts:
+        return _product, _softmax_among
+    exact_product = in_float64(_exact_product, gradient_of=_product)
+    return exact_product, in_float64(_exact_softmax_among, gradient_of=_softmax_among)
 
 
 def _weighted_sum(outputs: jax.Array, weights: jax.Array) -> jax.Array:

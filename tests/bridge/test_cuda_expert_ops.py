@@ -141,10 +141,10 @@ def test_the_router_chooses_the_first_of_equal_logits_and_weighs_in_float64(run)
 
         from qarl_bridge.engine.units import in_units
         from qarl_jax.models import moe
-        from qarl_jax.numerics.float32 import in_float64
+        from qarl_jax.quant import resolve
 
         x[:, 3] *= 300
-        mine = in_float64(moe._exact_product)(x.float().numpy(), w.float().numpy())
+        mine = moe.arithmetic(resolve("cuda"))[0](x.float().numpy(), w.float().numpy())
         assert own.router_logits(x, w).numpy().tolist() == mine.tolist()
         assert torch.equal(own._rounded(x, 24), in_units(x, 24))
     """)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.models.moe import _exact_product, _exact_softmax_among, _weighted_sum
+from qarl_jax.models.moe import _weighted_sum, arithmetic
 from qarl_jax.numerics.float32 import in_float64
 
 pytestmark = pytest.mark.gpu
@@ -100,10 +100,12 @@ def test_a_routers_choice_its_weights_and_the_weighted_sum_are_the_learners():
     w = (jax.random.normal(keys[1], (EXPERTS, 2048)) * 0.03).astype(jnp.bfloat16)
     outputs = jax.random.normal(keys[2], (ROWS, TOP, 512), jnp.bfloat16)
 
+    product, softmax_among = arithmetic(CUDA)
+
     def run(x, w, outputs):
-        logits = in_float64(_exact_product)(x.astype(jnp.float32), w.astype(jnp.float32))
+        logits = product(x.astype(jnp.float32), w.astype(jnp.float32))
         chosen, ids = jax.lax.top_k(logits, TOP)
-        weights = in_float64(_exact_softmax_among)(chosen, chosen)
+        weights = softmax_among(chosen, chosen)
         total = in_float64(_weighted_sum)(outputs.astype(jnp.float32), weights)
         return logits, ids.astype(jnp.int32), weights, total.astype(jnp.bfloat16)
 

@@ -15,7 +15,6 @@ import pytest
 from qarl_jax.models import layers, moe
 from qarl_jax.models.attention import attention
 from qarl_jax.models.logprobs import statistics, token_logprobs
-from qarl_jax.numerics.float32 import in_float64
 from qarl_jax.quant import PLAIN, resolve
 from tests.reference.logits import logits_beside_a_midpoint
 from tests.reference.quant_reference import bf
@@ -143,13 +142,12 @@ def test_a_routers_sums_are_exact():
 
     (a, x_units), (b, units) = integers(x, 24), integers(w, 16)
     want = (a @ b.T).astype(float) / x_units / units.T
-    product = jax.jit(in_float64(moe._exact_product, gradient_of=moe._product))
+    product, weights = map(jax.jit, moe.arithmetic(CPU))
     np.testing.assert_array_equal(product(x, w), want.astype(np.float32))
     np.testing.assert_array_equal(product(x[:, ::-1], w[:, ::-1]), want.astype(np.float32))
     np.testing.assert_allclose(want, wide(x) @ wide(w).T, rtol=1e-4, atol=1e-3)
     among = (want / 100).astype(np.float32)
     chosen = among[:, :2]
-    weights = jax.jit(in_float64(moe._exact_softmax_among, gradient_of=moe._softmax_among))
     got = weights(chosen, among)
     np.testing.assert_array_equal(weights(chosen, among[:, ::-1]), got)
     np.testing.assert_allclose(got, np.exp(wide(chosen)) / np.exp(wide(among)).sum(-1, keepdims=True), rtol=1e-6)

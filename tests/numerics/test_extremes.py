@@ -15,7 +15,6 @@ from qarl_jax.models import layers, moe
 from qarl_jax.models.attention import attention
 from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.numerics.engine import RECORDS
-from qarl_jax.numerics.float32 import in_float64
 from qarl_jax.quant.schemes import on_engine, parse_scheme, scheme_names
 from qarl_jax.types import UserError
 
@@ -59,9 +58,7 @@ def test_the_inverse_of_a_root_mean_square_is_finite(order):
 
 @of_every_record
 def test_a_routers_weights_are_finite(numerics):
-    among = moe._softmax_among
-    if numerics.float64_experts:
-        among = in_float64(moe._exact_softmax_among, gradient_of=among)
+    _, among = moe.arithmetic(numerics)
     logits = jnp.stack([jnp.asarray([x, 1.0, -x, 0.0]) for x in HUGE])
     value_and_gradients(lambda logits: among(logits[:, :2], logits), logits)
 
