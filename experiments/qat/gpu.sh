@@ -1,7 +1,7 @@
-# SmolLM2-135M through all of its layers on one GPU, and beside it GPTQ and end-to-end training, on the same text with the same
-# groups: all at once. Three parts filled 56 GB that were free; FRACTION is what each may take of the GPU (0.15). MODELS holds smollm2-135m; RESULTS gets receipts, logs and, as each is done, a line of
-# perplexities. A killed run goes on with the same command. Arguments are overrides of all arms. PARTS runs other arms: parts
-# side by side, the arms of a part, joined by commas, one after the other. TINY=1 tries it on a CPU with the quickstart's policy.
+# SmolLM2-135M through all of its layers on one GPU; beside it GPTQ and end-to-end training, on equal text with equal groups.
+# MODELS holds smollm2-135m. RESULTS gets receipts, logs and, as each arm is done, a line of perplexities. A killed run goes on
+# with the same command. Arguments are overrides of all arms. PARTS chooses arms: parts run side by side, and the arms of a part,
+# joined by commas, one after the other. FRACTION of the GPU is what each part may take (0.15; 20 GB). TINY=1 tries it on a CPU.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-0.15} JAX_COMPILATION_CACHE_DIR=$MODELS/xla
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
@@ -28,14 +28,15 @@ arm() { # NAME
   direct) qat $1 'stages=["w2a16_asym:g32"]' train.epochs=3 ;;
   progressive) qat $1 ;;
   split) qat $1 split=0.05 ;;
-  nested) qat $1 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' train.epochs=3 ;;
+  nested) qat $1 'stages=["w8a16_asym:g32"]' 'widths=[8, 4, 2]' ;;
   w3) qat $1 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]' ;;
   w4) qat $1 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]' ;;
+  midpoint | shift) qat "$1" 'stages=["w2a16_'"$1"':g32"]' distill=null ;;
   *) echo "unknown arm: $1" >&2 && exit 2 ;;
   esac
 }
 part() { for each in ${1//,/ }; do arm "$each"; done; }
-for each in ${PARTS:-gptq end_to_end,end_to_end_faster,direct progressive,split,nested,w3,w4}; do
+for each in ${PARTS:-gptq end_to_end,end_to_end_faster,direct progressive,split nested,w3,w4,midpoint,shift}; do
   if [ -n "${TINY:-}" ]; then part "$each"; else part "$each" & fi
 done
 wait
