@@ -2,6 +2,8 @@
 # MODELS holds smollm2-135m. RESULTS gets receipts, logs and, as each arm is done, a line of perplexities. A killed run goes on
 # with the same command. Arguments are overrides of all arms. PARTS chooses arms: parts run side by side, and the arms of a part,
 # joined by commas, one after the other. FRACTION of the GPU is what each part may take (0.15; 20 GB). TINY=1 tries it on a CPU.
+# XLA's search for the fastest kernels took more than four minutes of an arm's start, and changed no speed that was seen.
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-0.15} JAX_COMPILATION_CACHE_DIR=$MODELS/xla
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 config=configs/qat/smollm2_135m_gpu.yaml model=$MODELS/smollm2-135m text=$RESULTS/text.jsonl tiny=()
