@@ -186,9 +186,17 @@ def test_distillation_on_the_models_own_text_brings_the_distributions_together(w
 
 
 @pytest.mark.slow
-def test_distillation_alone_begins_with_the_model(world, trained):
+def test_distillation_alone_begins_with_the_model_and_stores_what_enters_a_layer(world, trained, monkeypatch):
+    remat, run_distillation = [], distill.distill
+
+    def distilled(teacher, student, *rest):
+        remat.append(models.config_of(student[0]).remat)
+        return run_distillation(teacher, student, *rest)
+
+    monkeypatch.setattr(distill, "distill", distilled)
     learned = {"epochs": 6, "batch": 2, "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.0}}
     assert run(world, tree(world, "alone", train=None, distill=learned)) == 0
+    assert remat == ["full"]
     receipt = made.read_receipt(world.folder / "alone", "qat.json")
     for kind in ("full", "rounded"):
         assert receipt["perplexity"][kind] == pytest.approx(trained[1]["perplexity"][kind], rel=1e-4)
