@@ -112,14 +112,15 @@ def _square(x: jax.Array) -> jax.Array:
 def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, ""]:
     """Computes ||Q(W) - W||^2 / ||W||^2 over all weights that have a QTensor (QuRL, eq. 14), float32; 0 without any.
 
-    It dequantizes one layer of a stack at a time.
+    It dequantizes one layer of a stack at a time, and embedding and head whole.
     """
 
     def one(pair: tuple[jax.Array, QTensor]) -> tuple[jax.Array, jax.Array]:
         master, qtensor = pair
         return _square(quant.dequantize(qtensor, jnp.float32) - master.astype(jnp.float32)), _square(master)
 
-    squares = [jax.lax.map(one, pair) for pair in kernels(params, qweights)]
+    pairs = kernels(params, qweights)
+    squares = [one(pair) if pair[0].ndim == 2 else jax.lax.map(one, pair) for pair in pairs]
     return _ratio([(above.sum(), below.sum()) for above, below in squares])
 
 

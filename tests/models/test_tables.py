@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from qarl_jax import models, quant
 from qarl_jax.memory import engine, learner, plan
-from qarl_jax.models import hf
+from qarl_jax.models import hf, invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.models.params import path_keys
 from qarl_jax.quant.qtensor import moved_codes
@@ -193,6 +193,16 @@ def test_a_model_folder_is_exported_with_tables_by_name(tmp_path):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         arrays = grid.arrays(before[name].astype(np.float32), quant.parse_scheme(SCHEMES[0]))
         np.testing.assert_array_equal(after[name], grid.value(arrays))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_rounding_error_counts_tables(scheme):
+    _, params, qweights = parts(False, scheme, layers=False)
+    above = below = 0.0
+    for master, qtensor in invariant_scaling.kernels(params, qweights):
+        error = quant.dequantize(qtensor, jnp.float32) - master
+        above, below = above + float((error**2).sum()), below + float((master**2).sum())
+    assert float(invariant_scaling.quantization_error(params, qweights)) == pytest.approx(above / below, rel=1e-5)
 
 
 def test_the_plan_counts_tables_in_their_real_size(tmp_path):
