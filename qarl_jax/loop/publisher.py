@@ -93,10 +93,12 @@ class Publisher:
           state, version: those of the last publish.
         """
         sigma = self._sigma(version)
-        if sigma:
+        if not sigma:
+            yield
+            return
+        with self.engine.reserved():
             self._hand_over(state, self._quantized(state), version, 0.0)
-        yield
-        if sigma:
+            yield
             self._hand_over(state, self._quantized(state), version, sigma)
 
     @contextlib.contextmanager
@@ -109,9 +111,10 @@ class Publisher:
             with launch_lock(self.learner.mesh.size):
                 qweights = jax.tree.map(nested_grid.filled, qweights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
             graphdef = self.graphdef
-        self._hand_over(state, qweights, version, 0.0, graphdef)
-        yield
-        self._hand_over(state, self._quantized(state), version, self._sigma(version))
+        with self.engine.reserved():
+            self._hand_over(state, qweights, version, 0.0, graphdef)
+            yield
+            self._hand_over(state, self._quantized(state), version, self._sigma(version))
 
     def _sigma(self, version: int) -> float:
         return 0.0 if self._noise is None else self._noise.sigma(version, self._steps)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
@@ -192,6 +192,11 @@ class RolloutEngine(Protocol):
         drawn = self.extend(requests, sampling=sampling)
         return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Keeps other threads from sampling inside the block, for a policy that no batch may be drawn from."""
+        yield
+
     def close(self) -> None:
         """Releases weights, programs and processes. May be called twice."""
 
@@ -216,6 +221,9 @@ class Around(RolloutEngine):
         report = self.engine.publish(weights, version)
         self.version = self.engine.version
         return report
+
+    def reserved(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.reserved()
 
     def close(self) -> None:
         self.engine.close()

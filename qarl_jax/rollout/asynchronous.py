@@ -124,12 +124,14 @@ class SharedEngine(Around):
         self.schedule, self._chunk = schedule, chunk
         self._free = threading.Condition()
         self._taken, self._urgent = False, 0
+        self._owner: threading.Thread | None = None  # that alone may call
 
     @contextlib.contextmanager
     def _alone(self, *, urgent: bool = False) -> Iterator[None]:
+        mine = None, threading.current_thread()
         with self._free:
             self._urgent += urgent
-            self._free.wait_for(lambda: not self._taken and (urgent or not self._urgent))
+            self._free.wait_for(lambda: not self._taken and self._owner in mine and (urgent or not self._urgent))
             self._urgent -= urgent
             self._taken = True
         try:
@@ -137,6 +139,20 @@ class SharedEngine(Around):
         finally:
             with self._free:
                 self._taken = False
+                self._free.notify_all()
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        if self.schedule.lockstep:  # a publish waits for the batches that are due, and no other is begun
+            yield
+            return
+        with self._alone(urgent=True):
+            self._owner = threading.current_thread()
+        try:
+            yield
+        finally:
+            with self._free:
+                self._owner = None
                 self._free.notify_all()
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:

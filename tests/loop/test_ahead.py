@@ -172,6 +172,31 @@ def test_the_sampler_runs_ahead_while_the_learner_learns():
         assert sorted(ahead._ready) == [0, 1, 2]  # and not a step further than it may
 
 
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_no_batch_is_drawn_from_a_policy_that_is_served_for_an_evaluation(chunk):
+    with pipeline(4, lockstep=False, chunk=chunk, sampling_s=lambda: 0.001) as (engine, ahead):
+        engine.publish(None, 0)
+        ahead.collect(0)
+        inner, drawing, threads = engine.engine, engine.engine._draw, []
+
+        def drawn(*rest):
+            threads.append(threading.current_thread())
+            return drawing(*rest)
+
+        with engine.reserved():
+            inner._draw = drawn
+            engine.publish(None, 0)
+            time.sleep(0.05)
+            engine.generate([Source(1).prompt(0)], num_samples=2, sampling=SamplingConfig(max_response_len=LENGTH), key=0)
+            engine.publish(None, 0)
+            assert set(threads) == {threading.main_thread()}
+        ahead.keep()
+        for step in range(1, 5):
+            ahead.collect(step)
+            ahead.keep()
+        assert len(set(threads)) == 2
+
+
 def test_what_is_served_may_change_before_the_first_batch_is_begun():
     """A run that evaluates first serves another policy for it: one without noise, or of fewer bits."""
     with pipeline(1) as (engine, ahead):
