@@ -125,10 +125,23 @@ def joined(before: Completion, added: Completion, max_response_len: int) -> Comp
 
 
 def ended(response: Completion, max_response_len: int) -> Completion:
-    """Returns an unfinished response of `max_response_len` tokens with finish_reason "length", any other unchanged."""
-    if response.finish_reason != UNFINISHED or len(response.tokens) < max_response_len:
+    """Ends an unfinished response at `max_response_len` tokens, with finish_reason "length"; cuts any longer response."""
+    size = len(response.tokens)
+    if size < max_response_len or (size == max_response_len and response.finish_reason != UNFINISHED):
         return response
-    return dataclasses.replace(response, finish_reason="length")
+    experts, versions = response.routed_experts, response.versions
+    return dataclasses.replace(
+        response,
+        tokens=response.tokens[:max_response_len],
+        logprobs=response.logprobs[:max_response_len],
+        finish_reason="length",
+        versions=tuple(
+            dataclasses.replace(span, end=min(span.end, max_response_len))
+            for span in versions
+            if span.start < max_response_len
+        ),
+        routed_experts=None if experts is None else experts[: len(response.prompt_tokens) + max_response_len - 1],
+    )
 
 
 def lags(completions: Sequence[Completion], step: int) -> dict[str, float]:

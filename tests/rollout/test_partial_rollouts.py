@@ -197,6 +197,14 @@ def test_a_response_at_the_limit_is_cut_off_and_complete():
     got = shrunk.step(1, limit=4)
     assert uids(got.groups)[:2] == slow
     assert [(r.finish_reason, len(r.tokens)) for r in responses(got.groups[:2])] == [("stop", 3), ("length", 4)] * 2
+    # Rows are as long as the new limit: longer responses are cut, complete ones too.
+    cut, slow = two_slow()
+    cut.step(0)
+    got = cut.step(1, limit=2)
+    assert uids(got.groups)[:2] == slow
+    for response in responses(got.groups):
+        assert (response.finish_reason, response.tokens, len(response.logprobs)) == ("length", (0, 1), 2)
+        assert [(span.start, span.end) for span in response.versions][-1][1] == 2
 
 
 def test_complete_groups_that_were_not_needed_are_trained_on_without_being_sampled_again():
