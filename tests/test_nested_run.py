@@ -5,10 +5,27 @@
 import pytest
 
 from qarl_jax import train
+from qarl_jax.memory import learner as memory
+from qarl_jax.run import build
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
 LOW = {"forward": "w2a16_midpoint:g32"}
+
+
+def test_the_kl_term_has_its_whole_coefficient_and_the_plan_counts_another_widths_codes(tmp_path):
+    one, three = (
+        tiny.World(tmp_path)
+        .changed(quant={"forward": "w2a16_midpoint:g32"}, train={"widths": widths}, kl={"coef": 0.25, "reference": "start"})
+        .config
+        for widths in ([], [8, 4, 2])
+    )
+    learner = build.make_learner(three, build.policy_graphdef(three), build.make_mesh(three))
+    assert learner.options.share * learner.options.kl_coef == pytest.approx(0.25)
+    assert [other.options.kl_coef for other in learner.beside.values()] == [0, 0]
+    alone, beside = (memory.parts(cfg) for cfg in (one, three))
+    assert beside["QTensors of another width"] > 1.5 * alone["QTensors"]
+    assert "QTensors of another width" not in alone
 
 
 @pytest.mark.slow

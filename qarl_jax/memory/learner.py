@@ -479,6 +479,10 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     }
     own = part_of(made.qweights, lambda path: path not in shared)
     out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape) | {"QTensors": nbytes(own, mesh)}
+    others = [models.config_of(models.at_width(made.graphdef, bits)) for bits in cfg.other_widths["train"]]
+    if others:  # one after the other
+        each = (models.split(models.abstract_model(config))[2] for config in others)
+        out["QTensors of another width"] = max(nbytes(qweights, mesh) for qweights in each)
     if trainable.freeze:
         out["frozen weights"] = nbytes(made.frozen, mesh)
         needed = reading(dataclasses.replace(model, remat="none"), trainable, mesh)

@@ -168,6 +168,7 @@ def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
 
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
     """Makes the learner with the run's loss and optimizer, and under `train.widths` a learner for each other width."""
+    widths = max(1, len(cfg.train.widths))
     options = Options(
         temperature=cfg.rollout.temperature,
         logprob_chunk=cfg.train.logprob_chunk,
@@ -176,12 +177,12 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
         offload=cfg.optimizer.offload is True,
         max_segments=cfg.train.max_segments,
         entropy_coef=cfg.train.entropy_coef,
-        kl_coef=cfg.kl.coef,
+        kl_coef=cfg.kl.coef * widths,  # at the width of quant.forward alone, and `share` divides it
         kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
         diagnostics=True,
         backward=cfg.quant.backward,
         token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
-        share=1 / max(1, len(cfg.train.widths)),
+        share=1 / widths,
     )
     make = functools.partial(
         Learner,
