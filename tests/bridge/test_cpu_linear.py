@@ -4,6 +4,7 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -324,3 +325,15 @@ def test_the_stretched_frequencies_of_llama_are_the_learners(layers):
     want = RopeScaling(factor=8.0, original_max_position_embeddings=8192, **scaling)
     config = types.SimpleNamespace(head_dim=128, rope_theta=5e5, rope_scaling=want)
     np.testing.assert_array_equal(layers.llama3_frequencies(live, 5e5).numpy(), rope_frequencies(config))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_of_equal_router_logits_the_lower_expert_comes_first_as_in_the_learner(layers, renormalize):
+    import torch
+
+    logits = np.random.default_rng(0).integers(0, 3, (64, 16)).astype(np.float32)
+    weights, experts = layers._softmax_topk(torch.from_numpy(logits), 4, renormalize)
+    chosen, wanted = jax.lax.top_k(logits, 4)
+    np.testing.assert_array_equal(experts.numpy(), wanted)
+    among = np.exp(np.asarray(chosen if renormalize else logits, np.float64))
+    np.testing.assert_allclose(weights, np.exp(np.asarray(chosen, np.float64)) / among.sum(-1, keepdims=True), rtol=1e-6)

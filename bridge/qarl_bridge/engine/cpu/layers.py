@@ -250,7 +250,9 @@ class Float64AttentionBackend(CPUAttentionBackend):
 
 def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts by logits [T, E]: weights float32 [T, k], experts int32 [T, k]; replaces vLLM's function."""
-    chosen, experts = torch.topk(router_logits, k=top_k, dim=-1)
+    # Of equal logits the lower expert comes first, as in the learner; torch.topk leaves their order open.
+    ordered = torch.sort(router_logits, dim=-1, descending=True, stable=True)
+    chosen, experts = ordered.values[..., :top_k], ordered.indices[..., :top_k]
     among = (chosen if renormalize else router_logits).double()
     top = among.amax(dim=-1, keepdim=True)
     total = (torch.exp(among - top) * 2.0**43).round().sum(dim=-1, keepdim=True) * 2.0**-43
