@@ -82,6 +82,7 @@ def rollout_metrics(
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([int(completion.drawn.sum()) for completion in completions])
+    drawn_under = [completion.policy_version for completion in completions if completion.versions]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -95,7 +96,7 @@ def rollout_metrics(
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
-        "rollout/version": float(min(c.policy_version for c in completions)),
+        **({"rollout/version": float(min(drawn_under))} if drawn_under else {}),
         "response/tokens": float(lengths.sum()),
         **_turn_metrics(completions),
         **_source_metrics(groups),

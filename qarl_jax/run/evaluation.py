@@ -132,10 +132,10 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     metrics = {
         **mean("eval/reward", rewards.mean(1), suffix="/mean"),
         "eval/reward/best": float(rewards.max(1).mean()),
-        "eval/response_len/mean": float(np.mean([len(c.tokens) for c in flat])),
+        "eval/response_len/mean": float(np.mean([c.drawn.sum() for c in flat])),
         "eval/truncated": float(np.mean([c.finish_reason != "stop" for c in flat])),
         "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
-        "eval/error_tokens": float(np.mean(np.concatenate([c.logprobs for c in flat]) < np.log(PROBABILITY))),
+        "eval/error_tokens": float(np.mean(np.concatenate([c.logprobs[c.drawn] for c in flat]) < np.log(PROBABILITY))),
         "eval/prompts": float(len(groups)),
         "eval/different_prompts": float(different),
         "eval/responses": float(len(flat)),

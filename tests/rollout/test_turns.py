@@ -22,7 +22,7 @@ from qarl_jax.rollout.environments import Calculator, Custom
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import config
-from qarl_jax.types import Prompt, Turn, UserError
+from qarl_jax.types import Prompt, Turn, UserError, VersionSpan
 from tests.reference import tiny
 from tests.reference.rollouts import completion
 
@@ -278,6 +278,10 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     failed = dataclasses.replace(dynamic_sampling.emptied(wrong), finish_reason="abort")
     group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
     assert group.rewards.tolist() == [1, 0, 0, 0]
+    newer = [dataclasses.replace(one, versions=(VersionSpan(version=7, start=0, end=2),)) for one in group.completions[:2]]
+    of_all = dataclasses.replace(group, completions=(*newer, failed), rewards=group.rewards[:3], texts=group.texts[:3])
+    assert rollout_metrics([of_all], {}, None)["rollout/version"] == 7
+    assert "rollout/version" not in rollout_metrics([dataclasses.replace(of_all, completions=(failed,) * 3)], {}, None)
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
     _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: what counts as an answer, and the command end to end."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from qarl_jax import train
 from qarl_jax.rewards import Grader, exact, format, total
 from qarl_jax.run import config, evaluation
-from qarl_jax.types import Prompt, UserError
+from qarl_jax.types import Prompt, Turn, UserError
 from tests.reference import tiny
 from tests.reference.rollouts import Characters, completion
 
@@ -61,6 +62,17 @@ def test_numbers_and_their_standard_errors_by_hand():
     assert m["eval/maj_at_2"] == pytest.approx((0.5 + 0.5) / 2)
     assert m["eval/reward/best"] == 1.0
     assert (m["eval/prompts"], m["eval/different_prompts"], m["eval/responses"]) == (2.0, 2.0, 8.0)
+
+
+def test_tokens_of_an_environment_are_neither_length_nor_errors():
+    grader = Grader(exact.Config(), max_response_len=16)
+    groups, parts = graded(grader, ["7"], ["7"])
+    logprobs = np.log([0.5, 1.0, 1.0, 1e-9]).astype(np.float32)
+    episode = dataclasses.replace(
+        completion(map(ord, "1??7"), logprobs), turns=(Turn(start=0, end=1), Turn(start=3, end=4))
+    )
+    numbers = evaluation.measure([dataclasses.replace(groups[0], completions=(episode,))], parts, grader).metrics
+    assert (numbers["eval/response_len/mean"], numbers["eval/error_tokens"]) == (2, 0.5)
 
 
 def test_a_score_of_one_prompt_has_a_wide_interval_and_no_standard_error():
