@@ -34,12 +34,18 @@ class Proximal:
     Args:
       engine: the sampler; only its `facts` are read.
       say: called with a sentence when the sampler's log-probs are rejected, or taken again.
+      distrusted: True if the run that is resumed waited for an equal step.
     """
 
-    def __init__(self, cfg: RunConfig, engine: RolloutEngine, say: Callable[[str], None]):
+    def __init__(self, cfg: RunConfig, engine: RolloutEngine, say: Callable[[str], None], *, distrusted: bool = False):
         self._cfg, self._engine, self._say = cfg, engine, say
-        self._distrusted = self._told = False
+        self._distrusted, self._told = distrusted, False
         self._equal: Callable[[], bool] | None = None  # of the last step that the learner scored
+
+    @property
+    def distrusted(self) -> bool:
+        """Tells whether the next step waits for an equal one; the last step's outcome counts."""
+        return self._distrusted and not (self._equal is not None and self._equal())
 
     def takes(self, groups: Sequence[RolloutGroup], step: int) -> bool:
         """Tells whether the sampler's log-probs of these responses are used as the proximal policy's."""
@@ -60,7 +66,7 @@ class Proximal:
 
     def wanted(self, step: int) -> bool:
         """Tells whether the sampler's log-probs would be used if one version drew the whole step."""
-        if self._distrusted and self._equal is not None and self._equal():
+        if self._distrusted and not self.distrusted:
             self._distrusted = False
             self._say(f"step {step}: the last step's log-probs are equal: old log-probs are the sampler's again.")
         return not self._distrusted and alignment.takes_samplers(self._cfg, self._engine.facts, step)

@@ -93,7 +93,7 @@ class Run:
         del params  # donated with the state from here on
         # Made of the policy the run starts from, whatever checkpoint it resumes from.
         scores = reference.make(cfg, self.learner, self.state.params)
-        self.start, self._changed = 0, list[str]()
+        self.start, self._saved, self._changed = 0, -1, list[str]()
         extra = self._resume(saved)
         buffer = partial_rollouts.restore(
             cfg.rollout.partial, extra.get("partial"), self.stream, self.start, cfg.rollout.num_samples_per_prompt
@@ -104,7 +104,7 @@ class Run:
         self.publisher = Publisher(cfg, self.learner, self.engine)
         say = self.observer.say
         self.updates = Updates(
-            cfg, self.learner, self.publisher, self.timer, reference=scores, critic=self.critic, say=say
+            cfg, self.learner, self.publisher, self.timer, reference=scores, critic=self.critic, say=say, saved=extra
         )
         self.collector = self._make_collector(schedule, buffer, extra.get("ahead"), stack)
         with self._starting.span("publish"):
@@ -230,11 +230,14 @@ class Run:
             self.observer.say(f"held-out reward {when}, at {bits} bits: {terminal.held_out_score(own)}")
 
     def save(self, step: int) -> None:
-        """Saves a checkpoint after `step` steps: the run's whole state, and the settings it was made with."""
+        """Saves a checkpoint after `step` steps: the run's whole state, and the settings it was made with. Once is enough."""
+        if step == self._saved:
+            return
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
-        extra |= self._stamp
+        extra |= self._stamp | self.updates.saved() | self.collector.state()
         with progress.task("saving a checkpoint"):
-            self.checkpoints.save(step, self._entries(), extra | self.collector.state())
+            self.checkpoints.save(step, self._entries(), extra)
+        self._saved = step
 
     def end_interrupted(self, step: int) -> None:
         """Waits for the last checkpoint, and prints where an interrupted run ended and how to resume it."""

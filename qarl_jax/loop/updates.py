@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -133,6 +133,7 @@ class Updates:
       reference: scores of the reference policy, where the run has a KL term.
       critic: the run's critic, if any; updated with the policy.
       say: called with a sentence when the sampler's log-probs are rejected (`proximal.py`).
+      saved: the `saved()` of the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -145,14 +146,19 @@ class Updates:
         reference: Reference | None = None,
         critic: Critic | None = None,
         say: Callable[[str], None] = print,
+        saved: Mapping[str, Any] | None = None,
     ):
         self._cfg, self._learner, self._publisher, self._timer = cfg, learner, publisher, timer
-        self._proximal = Proximal(cfg, publisher.engine, say)
+        self._proximal = Proximal(cfg, publisher.engine, say, distrusted=(saved or {}).get("distrusted", False))
         self._reference, self._critic = reference, critic
         self._scoring: Scoring | None = None  # of the step that is being sampled
         self._tail: Tail | None = None  # the same step's
         self._has_run = False
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: whether the sampler's log-probs wait for an equal step."""
+        return {"distrusted": True} if self._proximal.distrusted else {}
 
     @property
     def has_begun(self) -> bool:
@@ -213,7 +219,8 @@ class Updates:
         def read() -> Learned:
             with self._timer("metrics"):
                 numbers, histograms = gathered.reduced()
-                found = self._first_mismatch(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
+                once = batches[: self._first_pass(batches)]
+                found = self._first_mismatch(once, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
                 numbers |= {
                     "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),

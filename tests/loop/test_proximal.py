@@ -146,9 +146,9 @@ GIVEN = ["model.path=/m", "data.source={name: jsonl, path: /d.jsonl}", "quant.fo
 VLLM = ["rollout.engine.name=vllm", "quant.engine=cuda"]
 
 
-def decision(*overrides):
-    said = []
-    made = proximal.Proximal(config.load(None, [*GIVEN, *overrides]), SimpleNamespace(facts=None), said.append)
+def decision(*overrides, distrusted=False):
+    cfg, said = config.load(None, [*GIVEN, *overrides]), []
+    made = proximal.Proximal(cfg, SimpleNamespace(facts=None), said.append, distrusted=distrusted)
     return made, said
 
 
@@ -200,8 +200,21 @@ def test_once_a_token_differed_nothing_is_taken_until_a_step_is_equal():
     made.compared(lambda: True)
     assert made.takes_step(groups(6), 6)
     told, again = said
+    assert not made.distrusted
     assert told.startswith("step 3, update 1 of 2 is discarded; the learner scores old log-probs, as under train.prox")
     assert again.startswith("step 6: ")
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_resumed_run_waits_for_an_equal_step_as_the_killed_one_did(equal):
+    killed, _ = decision(*VLLM)
+    killed.distrust("step 3, update 1 of 2 is discarded")
+    killed.compared(lambda: equal)
+    assert killed.distrusted is not equal
+    resumed, _ = decision(*VLLM, distrusted=killed.distrusted)
+    assert killed.wanted(4) is resumed.wanted(4) is equal
+    resumed.compared(lambda: True)
+    assert resumed.takes_step(groups(5), 5)
 
 
 def test_the_steps_that_are_checked_are_drawn_by_seed_and_step_alone():
