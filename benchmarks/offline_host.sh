@@ -135,9 +135,9 @@ status)
   wait=${1:?seconds} most=$(($(left) - 15))
   sleep $((wait < most ? wait : most > 0 ? most : 0))
   date +%T
-  tail -n 4 "$queue"/*/times
+  tail -n 4 "$queue"/*/times || true
   find "$queue" -name '*.log' -printf '%T@ %p\n' | sort -rn | head -n "${LOGS:-4}" | cut -d ' ' -f 2 |
-    while read -r log; do echo "== $log" && tail -n "${LINES_EACH:-4}" "$log" | cut -c "1-${WIDTH:-300}"; done
+    while read -r log; do echo "== $log" && tail -n "${LINES_EACH:-4}" "$log" | cut -c "1-${WIDTH:-300}"; done || true
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader || true
   # Pieces that every host lets leave: `cat results.tar.xz.?? | tar xJ`.
   [ -z "${OUT:-}" ] || tar cJ --exclude=checkpoints --exclude=tensorboard --exclude='*.png' --exclude=report.html \
