@@ -16,7 +16,9 @@ LOW = {"forward": "w2a16_midpoint:g32"}
 def test_the_kl_term_has_its_whole_coefficient_and_the_plan_counts_another_widths_codes(tmp_path):
     one, three = (
         tiny.World(tmp_path)
-        .changed(quant={"forward": "w2a16_midpoint:g32"}, train={"widths": widths}, kl={"coef": 0.25, "reference": "start"})
+        .changed(
+            quant={"forward": "w2a16_midpoint:g32"}, train={"widths": widths}, kl={"coef": 0.25, "reference": "start"}
+        )
         .config
         for widths in ([], [8, 4, 2])
     )

@@ -230,7 +230,7 @@ class Run:
             self.observer.say(f"held-out reward {when}, at {bits} bits: {terminal.held_out_score(own)}")
 
     def save(self, step: int) -> None:
-        """Saves a checkpoint after `step` steps: the run's whole state, and the settings it was made with. Once is enough."""
+        """Saves a checkpoint after `step` steps, once: the run's whole state, and the settings it was made with."""
         if step == self._saved:
             return
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
@@ -192,10 +192,9 @@ class RolloutEngine(Protocol):
         drawn = self.extend(requests, sampling=sampling)
         return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[None]:
+    def reserved(self) -> contextlib.AbstractContextManager[None]:
         """Keeps other threads from sampling inside the block, for a policy that no batch may be drawn from."""
-        yield
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Releases weights, programs and processes. May be called twice."""

@@ -125,7 +125,7 @@ def joined(before: Completion, added: Completion, max_response_len: int) -> Comp
 
 
 def ended(response: Completion, max_response_len: int) -> Completion:
-    """Ends an unfinished response at `max_response_len` tokens, with finish_reason "length"; cuts any longer response."""
+    """Cuts a response after `max_response_len` tokens, or ends an unfinished one of as many: finish_reason "length"."""
     size = len(response.tokens)
     if size < max_response_len or (size == max_response_len and response.finish_reason != UNFINISHED):
         return response

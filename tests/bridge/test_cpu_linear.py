@@ -336,4 +336,6 @@ def test_of_equal_router_logits_the_lower_expert_comes_first_as_in_the_learner(l
     chosen, wanted = jax.lax.top_k(logits, 4)
     np.testing.assert_array_equal(experts.numpy(), wanted)
     among = np.exp(np.asarray(chosen if renormalize else logits, np.float64))
-    np.testing.assert_allclose(weights, np.exp(np.asarray(chosen, np.float64)) / among.sum(-1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(
+        weights, np.exp(np.asarray(chosen, np.float64)) / among.sum(-1, keepdims=True), rtol=1e-6
+    )

@@ -187,7 +187,9 @@ def test_no_batch_is_drawn_from_a_policy_that_is_served_for_an_evaluation(chunk)
             inner._draw = drawn
             engine.publish(None, 0)
             time.sleep(0.05)
-            engine.generate([Source(1).prompt(0)], num_samples=2, sampling=SamplingConfig(max_response_len=LENGTH), key=0)
+            engine.generate(
+                [Source(1).prompt(0)], num_samples=2, sampling=SamplingConfig(max_response_len=LENGTH), key=0
+            )
             engine.publish(None, 0)
             assert set(threads) == {threading.main_thread()}
         ahead.keep()

@@ -278,7 +278,9 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     failed = dataclasses.replace(dynamic_sampling.emptied(wrong), finish_reason="abort")
     group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
     assert group.rewards.tolist() == [1, 0, 0, 0]
-    newer = [dataclasses.replace(one, versions=(VersionSpan(version=7, start=0, end=2),)) for one in group.completions[:2]]
+    newer = [
+        dataclasses.replace(one, versions=(VersionSpan(version=7, start=0, end=2),)) for one in group.completions[:2]
+    ]
     of_all = dataclasses.replace(group, completions=(*newer, failed), rewards=group.rewards[:3], texts=group.texts[:3])
     assert rollout_metrics([of_all], {}, None)["rollout/version"] == 7
     assert "rollout/version" not in rollout_metrics([dataclasses.replace(of_all, completions=(failed,) * 3)], {}, None)
