@@ -536,8 +536,8 @@ class _Builder:
                 raise self.error(path, f"expected a number, got {_show(value)}.") from None
         else:
             raise self.error(path, f"expected a number, got {_show(value)}.")
-        if math.isnan(number):
-            raise self.error(path, "expected a number, got nan.")
+        if not math.isfinite(number):
+            raise self.error(path, f"expected a finite number, got {number}.")
         return number
 
 
