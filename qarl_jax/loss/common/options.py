@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from qarl_jax.loss.common.sampler_correction import MISMATCH
+from qarl_jax.loss.common.sampler_correction import MISMATCH, bounds
 from qarl_jax.types import UserError
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -151,6 +151,9 @@ class Shared:
                 f"loss {self.name!r}: ratio = 'sampler' and {what} both say what the learner is compared with; set"
                 " mismatch = 'none' and on_policy = false, or ratio = 'learner'"
             )
-        low, high = self.mismatch_low, self.mismatch_high
-        if low is not None and high is not None and low >= high:
-            raise UserError(f"loss {self.name!r}: mismatch_low = {low} must be below mismatch_high = {high}")
+        low, high = bounds(self)
+        if low >= high:
+            raise UserError(
+                f"loss {self.name!r}: mismatch = {self.mismatch!r} has the lower bound {low:g}, which must be below its"
+                f" upper bound {high:g}: change mismatch_cap, mismatch_low or mismatch_high"
+            )

@@ -224,13 +224,18 @@ def smallest(x: Float[Array, "B T"], r: Responses) -> Float[Array, "B S"]:
     return jnp.where(r.present, rows[:, 1:], 0.0)
 
 
+def bounds(cfg: Any) -> tuple[float, float]:
+    """Returns the lower and upper bound of the correction `cfg.mismatch`, with an objective's options (`Shared`)."""
+    correction, cap, low, high = MISMATCH[cfg.mismatch], cfg.mismatch_cap, cfg.mismatch_low, cfg.mismatch_high
+    low = low if low is not None else correction.low if correction.low is not None else 1.0 / cap
+    return low, high if high is not None else correction.high if correction.high is not None else cap
+
+
 def corrected(x: LossInputs, cfg: Any) -> tuple[Responses, Weights]:
     """Computes `prepare`, and the weights of the correction `cfg.mismatch`, with an objective's options (`Shared`)."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
-    mismatch, cap, low, high = cfg.mismatch, cfg.mismatch_cap, cfg.mismatch_low, cfg.mismatch_high
-    correction = MISMATCH[mismatch]
-    low = low if low is not None else correction.low if correction.low is not None else 1.0 / cap
-    high = high if high is not None else correction.high if correction.high is not None else cap
+    mismatch, cap = cfg.mismatch, cfg.mismatch_cap
+    correction, (low, high) = MISMATCH[mismatch], bounds(cfg)
     ratio = jax.lax.stop_gradient(ratio_at(correction.level, r))
     weight = correction.weight(ratio, low, high)
     metrics: dict[str, Metric] = {}
