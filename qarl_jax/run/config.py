@@ -303,6 +303,12 @@ class RunConfig:
             self.lora.check(self.quant, self.critic, self.rollout.engine)
         if self.rollout.norm_noise is not None:
             self.rollout.norm_noise.check(self.loss)
+        if self.loss.on_policy and self.train.updates_per_step > 1:
+            raise UserError(
+                f"loss.on_policy=true is for one update per step, and a step has {self.train.updates_per_step}: set"
+                f" train.prompts_per_update={self.train.prompts_per_step} and train.update_epochs=1, or"
+                " loss.on_policy=false."
+            )
         if self.rollout.num_samples_per_prompt < 2:
             if self.critic is None and not isinstance(self.advantage, Nothing):
                 raise UserError(

@@ -287,6 +287,10 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
         (["advantage.level=word"], "level = 'word'"),
         (["data.stages=[{weights: {math: 1}}]"], "stages weighs the parts of a mix"),
         (["reward={name: by_source, rewards: {math: {name: exact}}}"], "none (it is no mix)"),
+        (
+            ["loss={name: grpo, on_policy: true}", "train.update_epochs=2"],
+            "loss.on_policy=true is for one update per step",
+        ),
         (["train.asynchronous.chunk=8"], "chunk=8 decides nothing at max_staleness=0"),
         (
             ["train.asynchronous.max_staleness=1", "rollout.partial.over_provision=1.5"],
