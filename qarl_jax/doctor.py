@@ -273,10 +273,13 @@ def tokenizer(cfg: RunConfig) -> Check:
             warnings.simplefilter("ignore")
             loaded = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(loaded, cfg.model.path)
-        vocab = models.read_config(cfg.model.path).vocab_size
     except UserError as error:
         todo = f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
         return Check(name="tokenizer", status="fail", found=str(error), todo=todo)
+    try:
+        vocab = models.read_config(cfg.model.path).vocab_size
+    except UserError as error:
+        return Check(name="model", status="fail", found=str(error), todo="name another folder in model.path")
     return check(
         "tokenizer",
         len(loaded) <= vocab and bool(stop),

@@ -97,7 +97,7 @@ def _scheme_of(group: Mapping[str, Any], fallback: Any) -> Scheme:
             if found == (wire.format, _arguments(wire.weights), _arguments(wire.activations)):
                 return scheme
         odd = f"format {form!r} with weights {_words(weights)} and input activations {_words(inputs)}"
-    raise UserError(f"{_HERE} has {odd}, which none of the schemes {', '.join(SCHEMES)} is; {_INSTEAD}.")
+    raise UserError(f"{_HERE} has {odd}, which no base can have here; {_INSTEAD}.")
 
 
 def _of_groups(size: int) -> Iterator[Scheme]:
@@ -140,9 +140,8 @@ def check_fits(module: str, held: Scheme | None, asked: Scheme | None) -> None:
       UserError: the schemes differ; the message names the setting that fits.
     """
     if not fits(held, asked):
-        size = getattr(held, "group_size", None)
-        name = "bf16" if held is None else held.name
-        setting = f"quant.forward={name}" + (f" quant.group_size={size}" if size is not None else "")
+        size, name = getattr(held, "group_size", None), "bf16" if held is None else held.name
+        setting = f"quant.forward={name}" + (f":g{size}" if size is not None else "")
         raise UserError(
             f"the base's {module} was released as {held or 'bf16'}, and the config asks for {asked or 'bf16'}: a frozen"
             f" base keeps its codes; set {setting}, or, for this layer alone, a rule of quant.rules."
