@@ -158,8 +158,12 @@ def refused(world, capsys):
         (["quant.forward=w5a16"], ["quant", "'w5a16'", "w4a16"]),
         (["quant.forward=W8A8:g32"], ["'W8A8:g32'", "Did you mean w8a8?"]),
         (["quant.group_size=0"], ["group_size must be at least 1"]),
-        (["optimizer.lr=inf"], ["lr must be 0 or more, and finite"]),
+        (["optimizer.lr=inf"], ["optimizer.lr", "expected a finite number"]),
         (["quant.rules=[{match: '[', scheme: bf16}]"], ["quant", "regular expression"]),
+        (
+            ["quant.rules=[{match: self_atn, scheme: bf16}]"],
+            ["quant.rules[0]", "'self_atn'", "layers.0.self_attn.q_proj"],
+        ),
         (["reward.name=python", "reward.path=nowhere"], ["reward", "package.module:function", "'nowhere'"]),
         (["rollout.stages=[{until: 3, max_response_len: 9}]"], ["stages.0", "9", "rollout.max_response_len=8"]),
         (["rollout.partial.over_provision=3"], ["rollout.partial", "[1, 2]", "max_lag"]),

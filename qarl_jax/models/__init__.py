@@ -22,6 +22,7 @@ from qarl_jax.models.hf.weights import (
     hf_names,
     load_hf,
     load_masters,
+    module_names,
     read_masters,
     save_hf,
 )

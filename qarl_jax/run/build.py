@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import data, models, quant, rollout
+from qarl_jax.data.sources import mix
 from qarl_jax.learning import pieces
 from qarl_jax.learning.critic import Critic, body_config, init_params, of_policy
 from qarl_jax.learning.learner import Learner, Options
@@ -82,7 +84,7 @@ def model_config(
     With `lora`, layers that the base's folder leaves unquantized stay in bf16, unless a rule of `quant.rules` matches.
 
     Raises:
-      UserError: no such model folder, or a low-bit backward of a MoE model.
+      UserError: no such model folder, a rule for no weight, or a low-bit backward of a MoE model.
     """
     made = models.read_config(
         cfg.model.path,
@@ -99,6 +101,12 @@ def model_config(
             f"quant.backward={cfg.quant.backward} has no products of experts, and {cfg.model.path} is a MoE model: set"
             " quant.backward=bf16."
         )
+    for number, rule in enumerate(cfg.quant.rules):
+        if not any(re.search(rule.match, name) for name in models.module_names(made)):
+            raise UserError(
+                f"quant.rules[{number}]: {rule.match!r} is found in no name of {cfg.model.path}'s weights; layer 0 has"
+                f" {', '.join(name for name in models.module_names(made) if '.layers.0.' in name)[:300]}."
+            )
     return made if cfg.lora is None else made.with_ignored
 
 
@@ -336,6 +344,8 @@ HINT_LEN = 1024
 def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
     """Lists the first `eval.num_prompts` evaluation prompts (all if that is 0 or there are fewer).
 
+    Of a mix these are the first prompts of each part, in proportion to its size.
+
     Args:
       say: called with remarks for the user, as on prompts left out.
 
@@ -353,7 +363,8 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = la
     source = data.make_source(chosen, tokenizer, "all" if cfg.eval.data else "heldout", HINT_LEN)
     if not len(source):
         raise UserError("eval.data has no prompt to evaluate on.")
-    prompts = [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    order = source.interleaved() if isinstance(source, mix.Source) else range(len(source))
+    prompts = [source.prompt(i) for i in sorted(order[: cfg.eval.num_prompts or len(source)])]
     if source.skipped.total:
         say(f"prompts to evaluate on that are left out: {source.skipped}")
     if (different := len({(prompt.text, prompt.answer) for prompt in prompts})) < estimators.FEW:

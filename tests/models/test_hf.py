@@ -198,6 +198,8 @@ def test_a_tied_head_may_be_on_disk_or_not(tmp_path):
     b = load_hf(write(tmp_path / "b", values, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     np.testing.assert_array_equal(a.head_weight(), b.head_weight())
     np.testing.assert_array_equal(a.head_weight(), tensors["model.embed_tokens.weight"])
+    with pytest.raises(UserError, match=r"has tie_word_embeddings, and lm_head\.weight differs"):
+        load_hf(write(tmp_path / "c", values, tiny_tensors()))
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -51,6 +51,13 @@ def hf_names(config: ModelConfig) -> dict[str, np.ndarray]:
     return dict(_names(config))
 
 
+def module_names(config: ModelConfig) -> tuple[str, ...]:
+    """Lists the Hugging Face names of the modules that `quant.rules` may name: linear maps, embedding and head."""
+    names = hf_names(config)
+    linear = (str(name) for path in quantizable(abstract_model(config)) for name in names[path].reshape(-1))
+    return (*formats.TABLES, *(name.removesuffix(".weight") for name in linear))
+
+
 @functools.lru_cache(maxsize=32)
 def _names(config: ModelConfig) -> dict[str, np.ndarray]:
     out = {}
@@ -199,6 +206,25 @@ def check_names(config: ModelConfig, found: set[str], where: str) -> None:
         raise UserError(f"{where}: {len(extra)} tensor(s) that config.json leaves no place for: {listed(extra)}")
 
 
+def check_head(checkpoint: Checkpoint, config: ModelConfig, where: str) -> None:
+    """Checks that a tied head, where a folder has one, is the embedding.
+
+    Raises:
+      UserError: the head has other values.
+    """
+    if not config.tie_embeddings or "lm_head.weight" not in checkpoint:
+        return
+    embedding = str(hf_names(config)["embed.kernel"])
+    tables = (
+        checkpoint.tensor(name, (config.vocab_size, config.hidden_size)) for name in ("lm_head.weight", embedding)
+    )
+    if not np.array_equal(*(table.view(f"u{table.itemsize}") for table in tables)):
+        raise UserError(
+            f"{where}: config.json has tie_word_embeddings, and lm_head.weight differs from {embedding}: set"
+            " tie_word_embeddings to false there, or remove lm_head.weight."
+        )
+
+
 def check_weights(folder: str | pathlib.Path, config: ModelConfig) -> None:
     """Checks names, shapes and dtypes of a folder's tensors against `config`; of the tensors it reads only scales.
 
@@ -207,6 +233,7 @@ def check_weights(folder: str | pathlib.Path, config: ModelConfig) -> None:
     """
     checkpoint = Checkpoint(folder, config)
     check_names(config, set(checkpoint), str(folder))
+    check_head(checkpoint, config, str(folder))
     names = hf_names(config)
     for path, like in by_path(split(abstract_model(config))[1]).items():
         for name in names[path].reshape(-1):
@@ -282,6 +309,7 @@ def read_masters(
     check_released(config, frozen)
     checkpoint = Checkpoint(path, config)
     check_names(config, set(checkpoint), str(path))
+    check_head(checkpoint, config, str(path))
     abstract = split(abstract_model(config))[1]
     shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     default = SingleDeviceSharding(jax.devices()[0])
