@@ -92,7 +92,7 @@ def rollout_metrics(
             if advantages is None
             else {"reward/zero_advantage_groups": float((advantages == 0).reshape(len(advantages), -1).all(1).mean())}
         ),
-        **{f"reward/{name}": float(values.mean()) for name, values in parts.items() if len(parts) > 1},
+        **_term_metrics(parts),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
@@ -102,6 +102,12 @@ def rollout_metrics(
         **_source_metrics(groups),
         **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
     }
+
+
+def _term_metrics(parts: dict[str, np.ndarray]) -> dict[str, float]:
+    """Measures each of several reward terms by its mean over the responses that it graded."""
+    graded = {name: values[~np.isnan(values)] for name, values in parts.items()}
+    return {f"reward/{name}": float(values.mean()) for name, values in graded.items() if values.size and len(parts) > 1}
 
 
 def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

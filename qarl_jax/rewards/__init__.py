@@ -26,7 +26,7 @@ from qarl_jax.rewards import total
 from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.runtime import processes
 from qarl_jax.typed_config.load import Variants
-from qarl_jax.types import Completion, Prompt, RolloutGroup
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
 
 RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config, "by_source": total.BySource})]
 
@@ -55,20 +55,37 @@ class Grader:
         self.coefs = tuple(term.coef for term in terms)
 
     def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        """Returns each sample's total reward, and the unweighted scores of each term by name. A lock serves threads."""
+        """Returns each sample's total reward, and the unweighted scores of each term by name. A lock serves threads.
+
+        A score is nan where the term of another source grades.
+        """
         with self._lock:
             return self._score(samples)
 
+    def terms_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """Returns the numbers of the terms that grade a prompt's responses.
+
+        Raises:
+          UserError: none does: the rewards are by source, and have none for the prompt's.
+        """
+        part = prompt.meta.get("mix_part")
+        found = tuple(i for i, source in enumerate(self.sources) if source is None or source == part)
+        if not found:
+            raise UserError(
+                f"reward.name=by_source has rewards for {', '.join(map(str, self.sources))}, and the prompt"
+                f" {prompt.uid} is of {part or 'no mix'}: give all data, eval.data too, as a mix of these parts."
+            )
+        return found
+
     def _score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        parts = {}
-        for name, reward, source in zip(self.names, self.rewards, self.sources, strict=True):
-            chosen = [i for i, s in enumerate(samples) if source is None or s.prompt.meta.get("mix_part") == source]
-            parts[name] = np.zeros(len(samples), np.float32)
+        terms = [self.terms_of(sample.prompt) for sample in samples]
+        total_reward, parts = np.zeros(len(samples), np.float32), {}
+        for number, (name, reward, coef) in enumerate(zip(self.names, self.rewards, self.coefs, strict=True)):
+            chosen = [i for i, mine in enumerate(terms) if number in mine]
+            parts[name] = np.full(len(samples), np.nan, np.float32)
             if chosen:
                 parts[name][chosen] = reward.score([samples[i] for i in chosen])
-        total_reward = np.zeros(len(samples), np.float32)
-        for name, coef in zip(self.names, self.coefs, strict=True):
-            total_reward += np.float32(coef) * parts[name]
+                total_reward[chosen] += np.float32(coef) * parts[name][chosen]
         return total_reward, parts
 
     def grade(
@@ -85,7 +102,8 @@ class Grader:
           max_response_len: the completions' length limit in tokens; 0: the run's.
 
         Returns:
-          One RolloutGroup per prompt, and per term its scores [samples], flat in the order of prompts and completions.
+          One RolloutGroup per prompt, and per term its scores [samples], flat in the order of prompts and completions;
+          nan where another source's term grades.
         """
         pairs = list(zip(prompts, completions, strict=True))
         texts = [decode(tokenizer, completion.tokens) for _, group in pairs for completion in group]

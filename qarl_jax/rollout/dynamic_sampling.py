@@ -77,6 +77,8 @@ class Collected:
 def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") -> Bool[np.ndarray, " g"]:
     """Tells per group whether its responses differ in `metric` (a key of `parts`; empty: the total reward).
 
+    The total reward also counts for a group that another source's term graded.
+
     Raises:
       UserError: no reward term of that name.
     """
@@ -86,6 +88,7 @@ def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") 
     for i, group in enumerate(groups):
         size = len(group.completions)
         values = np.asarray(parts[metric][at : at + size] if metric else group.rewards, np.float64)
+        values = np.where(np.isnan(values), group.rewards, values)
         values = values[[completion.finish_reason != "abort" for completion in group.completions]]
         out[i] = len(values) > 1 and values.max() - values.min() >= _SAME
         at += size

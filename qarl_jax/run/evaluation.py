@@ -97,8 +97,8 @@ def evaluate(
 def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader) -> Evaluation:
     """Computes metrics and per-prompt records from graded responses, an equal number for every prompt.
 
-    A response is correct if the reward's verifier (the first of `VERIFIERS` in a sum) gives it 1 or more; without a
-    verifier, if the total reward is 1 or more.
+    A response is correct if the reward's verifier (the first of `VERIFIERS` in a sum, or of its prompt's source) gives
+    it 1 or more; without a verifier, if the total reward is 1 or more.
 
     Returns:
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
@@ -106,15 +106,21 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
       (clustered by question; not of one), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of
       responses without an end token), eval/no_answer (share that casts no vote), eval/error_tokens (share
       of tokens that were drawn though the policy gave them less than 0.001), eval/prompts, eval/different_prompts
-      and eval/responses.
+      and eval/responses; eval/source/<part>/reward of each part of a mix.
     """
     rewards = np.array([group.rewards for group in groups], np.float64)
     num_samples = rewards.shape[1]
-    verifier = next((i for i, name in enumerate(grader.names) if name in VERIFIERS), None)
-    scores = rewards if verifier is None else np.reshape(parts[grader.names[verifier]], rewards.shape)
+    scores, answers, by_part = rewards.copy(), [], dict[str, list[float]]()
+    for number, group in enumerate(groups):
+        own = (i for i in grader.terms_of(group.prompt) if grader.names[i].partition("#")[0] in VERIFIERS)
+        verifier, settings = next(own, None), None
+        if verifier is not None:
+            scores[number] = np.reshape(parts[grader.names[verifier]], rewards.shape)[number]
+            settings = getattr(grader.rewards[verifier], "cfg", None)
+        answers.append([_answer(group, i, settings) for i in range(num_samples)])
+        if (part := group.prompt.meta.get("mix_part")) is not None:
+            by_part.setdefault(part, []).append(float(rewards[number].mean()))
     correct = scores >= 1.0
-    settings = None if verifier is None else getattr(grader.rewards[verifier], "cfg", None)
-    answers = [[_answer(group, i, settings) for i in range(num_samples)] for group in groups]
     votes = [[_vote(answer) for answer in row] for row in answers]
 
     questions = [(group.prompt.text, group.prompt.answer) for group in groups]
@@ -140,6 +146,7 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
         "eval/different_prompts": float(different),
         "eval/responses": float(len(flat)),
         **mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
+        **{f"eval/source/{part}/reward": float(np.mean(values)) for part, values in by_part.items()},
     }
     for k in default_ks(num_samples):
         metrics |= mean(f"eval/pass_at_{k}", pass_at_k(num_correct, num_samples, k))

@@ -14,11 +14,11 @@ from qarl_jax.data.sources import mix
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.rewards import Grader, Sample, exact, total
 from qarl_jax.rollout import dynamic_sampling
-from qarl_jax.run import description
+from qarl_jax.run import description, evaluation
 from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.numbered import Source
-from tests.reference.rollouts import completion, group_of
+from tests.reference.rollouts import Characters, completion, group_of
 
 MATH_THEN_CODE = (Stage(weights={"math": 1}, until=3), Stage(weights={"math": 1, "code": 3}))
 
@@ -156,13 +156,37 @@ def test_each_source_has_its_own_reward_and_metrics():
     samples = [Sample(prompt=prompt, text="it is 7", num_tokens=3) for prompt in prompts]
     reward, terms = grader.score(samples)
     assert reward.tolist() == [1, 0, 1]  # "it is 7" is not 7
-    assert {name: values.tolist() for name, values in terms.items()} == {"exact": [1, 0, 1], "exact#2": [0, 0, 0]}
+    np.testing.assert_array_equal(terms["exact"], [1, np.nan, 1])
+    np.testing.assert_array_equal(terms["exact#2"], [np.nan, 0, np.nan])
+    with pytest.raises(UserError, match="the prompt 0 is of no mix"):
+        grader.score([Sample(prompt=Source(1).prompt(0), text="7", num_tokens=3)])
     groups = [
         group_of((completion([4]), completion([5])), r, prompt=source.prompt(i)) for i, r in ((0, (1, 0)), (1, (1, 1)))
     ]
     numbers = rollout_metrics(groups, {}, None)
     assert (numbers["source/math/reward"], numbers["source/code/reward"]) == (0.5, 1.0)
     assert numbers["source/math/share"] == 0.5
+    terms = {"exact": np.array([1, 0, np.nan, np.nan]), "exact#2": np.array([np.nan, np.nan, 1, 1])}
+    numbers = rollout_metrics(groups, terms, None)
+    assert (numbers["reward/exact"], numbers["reward/exact#2"]) == (0.5, 1)
+    assert dynamic_sampling.informative(groups, terms, "exact").tolist() == [True, False]
+    assert dynamic_sampling.informative(groups, terms, "exact#2").tolist() == [True, False]
+
+
+def test_a_mix_is_evaluated_in_parts_by_their_own_verifiers():
+    source = mix.Source({"math": Source(6), "code": Source(3)})
+    order = source.interleaved()
+    assert sorted(order) == list(range(9))
+    for count in (3, 6, 9):
+        assert sum(index >= 6 for index in order[:count]) == count / 3
+    rewards = {"math": exact.Config(extract="last_number"), "code": exact.Config(extract="whole", truncated="score")}
+    grader = Grader(total.BySource(rewards=rewards), max_response_len=8)
+    prompts = [dataclasses.replace(source.prompt(i), answer="7") for i in (0, 6)]
+    drawn = [[completion(map(ord, text)) for text in ("is 7", "7")] for _ in prompts]
+    found = evaluation.measure(*grader.grade(Characters(), prompts, drawn), grader)
+    assert [record["num_correct"] for record in found.prompts] == [2, 1]
+    assert found.metrics["eval/pass_at_1"] == 0.75
+    assert (found.metrics["eval/source/math/reward"], found.metrics["eval/source/code/reward"]) == (1, 0.5)
 
 
 @pytest.mark.slow

@@ -70,6 +70,15 @@ class Source:
     def __len__(self) -> int:
         return self._size
 
+    def interleaved(self) -> list[int]:
+        """Returns all indices in an order whose every beginning has prompts of each part by the part's size."""
+        places = [
+            (first + i, (i + 0.5) / self.sizes[name])
+            for name, first in self.begin.items()
+            for i in range(self.sizes[name])
+        ]
+        return [index for index, _ in sorted(places, key=lambda place: place[1])]
+
     def prompt(self, i: int) -> Prompt:
         """Returns the prompt at index `i`, a pure function of `i`; IndexError outside."""
         if not 0 <= i < self._size:
