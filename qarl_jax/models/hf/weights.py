@@ -215,10 +215,9 @@ def check_head(checkpoint: Checkpoint, config: ModelConfig, where: str) -> None:
     if not config.tie_embeddings or "lm_head.weight" not in checkpoint:
         return
     embedding = str(hf_names(config)["embed.kernel"])
-    tables = (
-        checkpoint.tensor(name, (config.vocab_size, config.hidden_size)) for name in ("lm_head.weight", embedding)
-    )
-    if not np.array_equal(*(table.view(f"u{table.itemsize}") for table in tables)):
+    shape = config.vocab_size, config.hidden_size
+    head, table = (checkpoint.tensor(name, shape) for name in ("lm_head.weight", embedding))
+    if not np.array_equal(head, table):
         raise UserError(
             f"{where}: config.json has tie_word_embeddings, and lm_head.weight differs from {embedding}: set"
             " tie_word_embeddings to false there, or remove lm_head.weight."
