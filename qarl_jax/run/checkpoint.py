@@ -120,10 +120,6 @@ class Checkpoints:
         found = [(on_disk.STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
-    def latest_step(self) -> int | None:
-        """The newest step, or None."""
-        return max(self.steps(), default=None)
-
     def must_have_saved(self, done: int) -> bool:
         """Tells whether the schedule must have put a checkpoint on disk after `done` steps."""
         # A save in the background is waited for by the one after it.
