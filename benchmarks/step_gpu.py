@@ -181,10 +181,10 @@ def fitting(words: list[str], size: int | None) -> list[str]:
     cfg = config.load(CONFIG, words)
     if choose.fits(cfg, size):
         return words
-    advised = choose.savings(cfg, size)
-    if advised is None:
+    settings = choose.smaller(cfg, size)
+    if settings is None:
         raise UserError("this case does not fit the GPU, and no settings were found that do")
-    return [*words, *advised]
+    return [*words, *choose.words(settings)]
 
 
 def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:

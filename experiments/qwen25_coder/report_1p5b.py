@@ -39,6 +39,7 @@ COMPARED = {
     (QARL, ROLLOUT_TBPO): "alignment, under the bands",
     (BF16, QARL): "what is left of the gap",
 }
+SAID = {names: f"`{names[0]}` less `{names[1]}`: {says}" for names, says in COMPARED.items()}
 TRAINING = {
     "reward": "reward/mean",
     "k3": "mismatch/k3",
@@ -104,15 +105,19 @@ def arms(found: dict[str, dict[int, Run]], tests: dict[str, list[list[str]]]) ->
     return report.table(columns, rows)
 
 
-def differences(found: dict[str, dict[int, Run]], version: int, asked: Sequence[Sequence[str]]) -> str:
-    """Makes the table of the plan's comparisons, for pairs of which both arms ran."""
+def differences(
+    found: dict[str, dict[int, Run]],
+    version: int,
+    asked: Sequence[Sequence[str]],
+    compared: dict[tuple[str, str], str] = SAID,
+) -> str:
+    """Makes the table of a plan's comparisons, for pairs of which both arms were judged."""
     rows = []
-    for names, says in COMPARED.items():
+    for names, says in compared.items():
         seeds, x = pair(found, names, version, asked)
         if x is not None:
-            name = f"`{names[0]}` less `{names[1]}`: {says}"
             by_seed = report.listed(f"{100 * mean:+.1f}" for mean in x.mean(1))
-            rows.append([*report.difference(name, seeds, x), by_seed])
+            rows.append([*report.difference(says, seeds, x), by_seed])
     return report.table(["difference", "seeds", "points", "over seeds", "over questions", "by seed"], rows)
 
 

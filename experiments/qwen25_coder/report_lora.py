@@ -20,7 +20,7 @@ import yaml
 
 from experiments.qwen25_coder import report
 from experiments.qwen25_coder.report import BF16, QARL, ROLLOUT, Run
-from experiments.qwen25_coder.report_1p5b import QUESTIONS, pair, right, sets
+from experiments.qwen25_coder.report_1p5b import QUESTIONS, differences, right, sets
 
 FULL = pathlib.Path(__file__).with_name("results_1p5b_plan.tar.xz")
 VERSION = 20
@@ -71,17 +71,6 @@ def each(runs: dict[str, Run], tests: dict[str, list[list[str]]]) -> str:
     return report.table(["arm", "seed", "steps", "version", *judged, "reward", "k3", "step, s"], rows)
 
 
-def differences(found: dict[str, dict[int, Run]], asked: Sequence[Sequence[str]]) -> str:
-    """Makes the table of the plan's comparisons at VERSION, for pairs of which both runs were judged."""
-    rows = []
-    for names in COMPARED:
-        seeds, x = pair(found, names, VERSION, asked)
-        if x is not None:
-            by_seed = report.listed(f"{100 * mean:+.1f}" for mean in x.mean(1))
-            rows.append([*report.difference(f"{names[0]} less {names[1]}", seeds, x), by_seed])
-    return report.table(["difference", "seeds", "points", "over seeds", "over questions", "by seed"], rows)
-
-
 def rewards(found: dict[str, dict[int, Run]]) -> str:
     """Makes the table of the same comparisons in the reward of the samples of steps LATE."""
     rows = []
@@ -108,9 +97,10 @@ def page(runs: dict[str, Run], full: dict[str, Run]) -> str:
     """Returns the text of all tables."""
     tests = sets(full[QUESTIONS])
     found = report.arms(runs) | {f"{arm}{ALL}": seeds for arm, seeds in report.arms(full).items()}
+    compared = {names: " less ".join(names) for names in COMPARED}
     parts = ["## Runs", each(runs, tests)]
     for test, asked in tests.items():
-        parts += [f"## {test}, version {VERSION}", differences(found, asked)]
+        parts += [f"## {test}, version {VERSION}", differences(found, VERSION, asked, compared)]
     parts += [f"## Reward of the samples, steps {LATE.start} to {LATE.stop - 1}", rewards(found)]
     return "\n\n".join(parts)
 

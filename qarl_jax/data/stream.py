@@ -25,17 +25,6 @@ from qarl_jax.types import Prompt, UserError
 _SHUFFLE = 0x5EED
 
 
-OTHER_SPLIT = (
-    "the checkpoint's prompts were held out by a hash of their rendered text, and this version of qarl_jax hashes the"
-    " question"
-)
-
-
-def has_this_split(state: Mapping[str, Any]) -> bool:
-    """Tells whether a checkpoint's run split train and held-out prompts as this version does: by their question."""
-    return state.get("held_out_by") == "question"
-
-
 class PromptStream:
     """Batches of prompts. Example: PromptStream(source, seed=0, prompts_per_step=32).batch(7) -> 32 prompts.
 
@@ -126,7 +115,6 @@ class PromptStream:
             "seed": self.seed,
             "prompts_per_step": self.prompts_per_step,
             "size": len(self.source),
-            "held_out_by": "question",
             "fingerprint": self.source.fingerprint
             if self.curriculum is None
             else digest(self.source.fingerprint, self._stages),
@@ -139,11 +127,6 @@ class PromptStream:
           UserError: the data differs; the message names the difference.
         """
         now = self.state(0)
-        if not has_this_split(state):
-            raise UserError(
-                f"cannot resume: {OTHER_SPLIT}, so the run would train on held-out prompts. Finish it with the version"
-                " that began it, or start a new run_dir."
-            )
         words = {
             "seed": "seed",
             "prompts_per_step": "train.prompts_per_step",

@@ -55,10 +55,10 @@ def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics)
         return False
     if kind == "bf16":
         return numerics.split_k
-    if kind == "e4m3":
-        return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
     if numerics.float64:
         return False
+    if kind == "e4m3":
+        return all(size % _CUTLASS == 0 for size in weight)
     return x.shape[0] // split[0] >= LEAST_ROWS
 
 

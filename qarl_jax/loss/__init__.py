@@ -121,8 +121,7 @@ def make_config(name: str, options: Mapping[str, Any], registry: Mapping[Any, An
     fields = [field.name for field in dataclasses.fields(configs[name])]
     for key in options:
         if key not in fields:
-            advice = getattr(configs[name], "retired", {}).get(key) or nearest(key, fields)
-            raise UserError(f"loss {name!r} has no option {key!r}: {advice}")
+            raise UserError(f"loss {name!r} has no option {key!r}: {nearest(key, fields)}")
     return configs[name](**options)
 
 

@@ -31,7 +31,6 @@ factors depend on one response alone, so that micro-batches and packing do not m
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +58,6 @@ class Config(Shared):
     formula = "w clip(r, 0, 1+clip_high) A for A > 0; w clip(r, 1-neg_clip_low, 1+neg_clip_high) A for A < 0"
     source = "QaRL, arXiv 2604.07853, eq. 5"
     level = "response"
-    retired: ClassVar[dict[str, str]] = Shared.retired | {
-        "clip_low": "eq. 5 has no such edge; leave it out.",
-        "length_ref": "multiply clip_high, neg_clip_low and neg_clip_high by sqrt(length_ref / 4096) instead.",
-        "w_mode": "set mismatch=geometric (for clip), geometric_mis (for drop) or none.",
-    }
-
     aggregation: str = option(
         "seq-mean-token-mean",
         "responses weigh equally; `token-mean` (a variant) weighs them by length",

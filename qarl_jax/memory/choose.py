@@ -132,12 +132,6 @@ def fits(cfg: RunConfig, size: int) -> bool:
     return search(cfg, size, automatic(cfg, size)) is not None
 
 
-def savings(cfg: RunConfig, size: int) -> list[str] | None:
-    """Returns the cheapest overrides, "field=value", under which the run fits; None: no settings fit."""
-    found = smaller(cfg, size)
-    return None if found is None else words(found)
-
-
 def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
     """Finds the cheapest settings, by dotted field, under which the run fits; None: no settings fit.
 

@@ -36,11 +36,11 @@ class Numerics:
       profile: the record's name, which a run's metadata keeps.
       float64: all sums and functions between two roundings are computed in float64 and rounded to float32 once, so
         that order, vector width and math library do not change them. Rescaling is included:
-        f32(s_x * (s_w * acc)); otherwise it is two float32 products, in this order.
+        f32(s_x * (s_w * acc)); otherwise it is two float32 products, in this order, and on a Hopper GPU fp8 products
+        accumulate as its tensor cores do.
       amax_floor: lower bound of a row's absmax for its int8 scale; 0: none.
       split_k: sums of bfloat16 products are split along K, depending on the weight's shape (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
-      fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, on such a GPU.
       block_attention: attention reads keys in blocks, the last one first, and rounds its weights relative to the
         maximum so far (FlashAttention-3).
       norm_order: the order in which RMSNorm sums squares: exactly in float64, in torch's order (8-float vectors on x86;
@@ -68,7 +68,6 @@ class Numerics:
     amax_floor: float = 0.0
     split_k: bool = False
     fp8_divides: bool = False
-    fp8_on_tensor_cores: bool = True
     block_attention: bool = False
     norm_order: NormOrder = "any"
     round_sum_before_norm: bool = False
@@ -111,7 +110,6 @@ CPU = Numerics(
     profile="cpu",
     float64=True,
     amax_floor=1e-7,
-    fp8_on_tensor_cores=False,
     norm_order="float64",
     float64_experts=True,
     float64_log_softmax=True,

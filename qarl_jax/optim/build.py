@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,6 @@ class Muon(Common):
         operands, as Muon's authors do: twice as fast on a GPU.
       adamw_lr: peak learning rate of the other parameters (`AdamW`, without decay); None: `lr`.
     """
-
-    retired: ClassVar[dict[str, str]] = {"momentum": "Muon's is 0.95, as its authors' is; leave it out."}
 
     momentum: float = internal(0.95)
     nesterov: bool = internal(True)

@@ -100,7 +100,7 @@ def perplexity(graphdef: Any, masters: nnx.State, tokens: Int[np.ndarray, "H T"]
       tokens: rows [H, T], unpadded. batch: rows per forward pass.
     """
 
-    @functools.partial(jax.jit)
+    @jax.jit
     def of(masters: Any, qweights: Any, rows: jax.Array) -> jax.Array:
         return nll(models.merge(graphdef, masters, qweights), rows)
 

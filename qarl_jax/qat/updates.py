@@ -118,7 +118,7 @@ class Trainer:
                 task.done += 1
 
         with checkpoint.Checkpoints(folder, self.saving) as saved:
-            if saved.latest_step() is not None:
+            if saved.steps():
                 back = saved.restore({"params": params, "opt_state": opt_state})
                 params, opt_state, losses = back.state["params"], back.state["opt_state"], back.extra["losses"]
             task.done += len(losses)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -23,10 +23,6 @@ class Config:
       extract: the place in the response where its answer is looked for (see `extract.extract`).
       truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
     """
-
-    retired: ClassVar[dict[str, str]] = {
-        "ignore_case": "text is compared without case; a function of yours (reward.name=python) may do otherwise."
-    }
 
     extract: extract.Extraction = "auto"
     truncated: Literal["zero", "score"] = "zero"

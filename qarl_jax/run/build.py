@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import data, models, quant, rollout
@@ -330,11 +329,6 @@ def make_engine(
     except BaseException:
         made.close()
         raise
-
-
-def no_qweights() -> Any:
-    """Makes the empty state of QTensors that `models.merge` takes for an unquantized policy."""
-    return nnx.State({})
 
 
 HINT_LEN = 1024

@@ -120,10 +120,6 @@ class Checkpoints:
         found = [(on_disk.STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
-    def latest_step(self) -> int | None:
-        """The newest step, or None."""
-        return max(self.steps(), default=None)
-
     def must_have_saved(self, done: int) -> bool:
         """Tells whether the schedule must have put a checkpoint on disk after `done` steps."""
         # A save in the background is waited for by the one after it.
@@ -141,7 +137,7 @@ class Checkpoints:
         """Returns (step, its saved JSON) of `step`, or of the newest step with readable JSON; None if there is none."""
         for candidate in self.steps()[::-1] if step is None else [step]:
             with contextlib.suppress(DamagedCheckpointError):
-                return candidate, self._checked(candidate, {})[0]
+                return candidate, self._checked(candidate, {})
         return None
 
     # ----------------------------------------------------------------------------------------------------------- saving
@@ -349,34 +345,28 @@ class Checkpoints:
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
         path = self.path(step)
         wanted = {name: _named(name, tree) for name, tree in abstract.items()}
-        extra, number, saved = processes.from_first(lambda: self._checked(step, wanted))
+        extra = processes.from_first(lambda: self._checked(step, wanted))
         state = {}
         for name, flat in wanted.items():
-            stored = functools.partial(on_disk.stored_name, number=number, saved=saved[name])
-            target = {key: _target(leaf) for key, leaf in _stored(flat, number, saved[name]).items()}
+            target = {key: _target(leaf) for key, leaf in flat.items()}
             arrays = {key: jnp.zeros(t.shape, t.dtype, device=t.sharding) for key, t in target.items() if not t.size}
             with processes.together():
                 arrays |= self._read(path / "state" / name, {key: t for key, t in target.items() if t.size})
             structure = jax.tree.structure(abstract[name])
-            state[name] = jax.tree.unflatten(structure, [arrays[stored(key)] for key in flat])
+            state[name] = jax.tree.unflatten(structure, [arrays[key] for key in flat])
         return Restored(step=step, state=state, extra=extra)
 
-    def _checked(
-        self, step: int, wanted: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[dict[str, Any], int, dict[str, list[str]]]:
-        """(the JSON, the format, the arrays' names by entry) of a step that is whole and holds what is wanted. Raises
-        as `restore` does."""
+    def _checked(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The JSON of a step that is whole and holds what is wanted. Raises as `restore` does."""
         path = self.path(step)
         if not path.is_dir():
             raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
         manifest = on_disk.read_manifest(path)
         for name, arrays in wanted.items():
-            stored = _stored(arrays, manifest["format"], manifest["arrays"].get(name, ()))
-            _check_layout(path, name, manifest["arrays"], stored)
+            _check_layout(path, name, manifest["arrays"], arrays)
         others = tuple(f"state/{name}/" for name in manifest["arrays"] if name not in wanted)
         on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if not file.startswith(others)})
-        names = {name: list(arrays) for name, arrays in manifest["arrays"].items()}
-        return on_disk.load_json(path, "extra.json"), manifest["format"], names
+        return on_disk.load_json(path, "extra.json")
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         if not target:
@@ -442,14 +432,6 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
             raise ValueError(f"Two leaves of {item} are called {name}.")
         out[name] = leaf
     return out
-
-
-def _stored(arrays: Mapping[str, Any], number: int, saved: Sequence[str]) -> dict[str, Any]:
-    """`arrays` by their names in a checkpoint of that format. An older optimizer's further counters, which all count
-    alike, are among them."""
-    counters = [key for key in saved if key.endswith(".count")] if number < 4 and "count" in arrays else []
-    stored = {on_disk.stored_name(key, number, saved): leaf for key, leaf in arrays.items()}
-    return dict.fromkeys(counters, arrays.get("count")) | stored
 
 
 def _array(leaf: Any) -> Any:

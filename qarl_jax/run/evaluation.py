@@ -36,7 +36,6 @@ from jaxtyping import Float
 from qarl_jax import data, models
 from qarl_jax.data import suites
 from qarl_jax.data.sources.hints import pass_rates
-from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.learning.trainable import joined
 from qarl_jax.observe.error_tokens import PROBABILITY
 from qarl_jax.rewards import Grader, extract
@@ -255,8 +254,7 @@ def run(
       (evaluation, version of the evaluated policy; 0 for `model.path`), as each is ready.
 
     Raises:
-      UserError: `source` has no checkpoint, its policy was trained on a split of the data that this version makes
-        otherwise, or a config's model, data, reward or engine is unusable.
+      UserError: `source` has no checkpoint, or a config's model, data, reward or engine is unusable.
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)
@@ -283,11 +281,6 @@ def run(
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])
             params, version = restored.state["params"], restored.step
-            if any(each.eval.data is None for each in (cfg, *more)) and not has_this_split(restored.extra["data"]):
-                raise UserError(
-                    f"{OTHER_SPLIT}, so the policy was trained on most of what is held out by now. Evaluate it on other"
-                    " data (eval.data, --suite), or with the version that trained it."
-                )
         engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, _say)))
         params, qweights = joined(params, learner.quantize(params))
         weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=qweights)

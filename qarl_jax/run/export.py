@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner
@@ -127,7 +128,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: 
                 f" {cfg.quant.forward}, which rounds the sum again; it is the base with its adapters: {exact}."
             )
         bare = models.with_scheme(graphdef, "bf16")
-        whole = learner.model(params) if learner.trainable.freeze else models.merge(bare, params, build.no_qweights())
+        whole = learner.model(params) if learner.trainable.freeze else models.merge(bare, params, nnx.State({}))
         models.save_hf(models.merge_adapters(whole), out)
     else:
         if cfg.lora is not None:

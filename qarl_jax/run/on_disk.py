@@ -23,10 +23,6 @@ log = logging.getLogger(__name__)
 DELETING = ".deleting-"
 STEP = re.compile(r"step_(\d+)")
 FORMAT = 4
-"""3: moments stood in nested transformations, each with a counter of updates. 2: and a stack of layers was called a
-segment. 1: and a manifest had no sum of its own."""
-
-_OF_OPTIMIZER = re.compile(r"count$|(momentum|mu|nu)\.")
 
 
 @contextlib.contextmanager
@@ -133,7 +129,7 @@ def read_manifest(step: Path) -> dict[str, Any]:
 
     Raises:
       DamagedCheckpointError: the manifest is missing, altered, or from another step (a copied or renamed folder).
-      UserError: a later version of qarl_jax wrote it.
+      UserError: another version of qarl_jax wrote it.
     """
     manifest = _whole_manifest(step)
     named = STEP.fullmatch(step.name)
@@ -151,23 +147,14 @@ def _whole_manifest(step: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise damaged
     crc = manifest.pop("crc", None)
-    if manifest.get("format") == 1 and crc is None:  # written before manifests had a sum
-        if not all(isinstance(manifest.get(key), dict) for key in ("arrays", "files")):
-            raise damaged
-        return manifest
     if crc != checksum(manifest):
         raise damaged
-    if manifest["format"] > FORMAT:
-        raise UserError(f"{step} has checkpoint format {manifest['format']}; this version reads up to {FORMAT}.")
+    if manifest["format"] != FORMAT:
+        raise UserError(
+            f"{step} was written by another version of qarl_jax (checkpoint format {manifest['format']}; this version"
+            f" reads {FORMAT}). Use that version, or start a new run_dir."
+        )
     return manifest
-
-
-def stored_name(name: str, number: int, saved: Sequence[str]) -> str:
-    """Returns an array's name in a checkpoint of format `number`, whose entry has arrays with the names `saved`."""
-    stored = name if number >= 3 else name.replace("stacks.", "segments.")
-    if number >= 4 or not _OF_OPTIMIZER.match(stored):
-        return stored
-    return next((other for other in saved if other.endswith("." + stored)), stored)
 
 
 def load_json(step: Path, name: str) -> dict[str, Any]:

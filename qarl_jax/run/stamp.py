@@ -10,14 +10,12 @@ run.json has the step of each change.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from qarl_jax import quant
-from qarl_jax.loss import tbpo
 from qarl_jax.numerics.engine import of_profile
 from qarl_jax.run import checkpoint, config, on_disk
 from qarl_jax.run.config import RunConfig
@@ -31,37 +29,6 @@ POLICY = (
 """Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
 rollout.engine.name come to is one more."""
 _CRITIC = "critic.lora"  # its base is in no checkpoint
-# Retired settings of older records. Of the engine's arithmetic, with the values that meant batch-invariant; other
-# values meant the arithmetic of vLLM.
-_ARITHMETIC: dict[str, tuple[Any, ...]] = {
-    "execution": ("auto", "eager", "graphs"),
-    "kernels": ("contract",),
-    "int4_kernel": ("auto",),
-    "split_attention": (False,),
-    "loader": ("auto", "vllm"),
-}
-_RETIRED = (
-    *("checkpoint.keep_every", "checkpoint.asynchronous", "eval.ks", "eval.top_k"),
-    *("rollout.top_p", "rollout.top_k", "rollout.engine.log_file"),
-    *("distributed.timeout_s", "reward.recycle_after", "train.error_prob", "train.histograms"),
-    *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
-    *("rollout.engine.endpoints_file", "rollout.engine.hedge", "rollout.engine.launch"),
-    *("rollout.engine.max_num_batched_tokens", "rollout.engine.max_restarts", "rollout.engine.min_slots"),
-    *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
-    *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.request_timeout_s"),
-    *("rollout.engine.response_bucket", "loss.max_response_len"),
-)
-_MUON = (
-    "momentum",
-    "scale",
-    "nesterov",
-    "newton_schulz_steps",
-    "eps",
-    "adamw_b1",
-    "adamw_b2",
-    "adamw_eps",
-    "adamw_weight_decay",
-)
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 
@@ -116,7 +83,7 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
       directory: a run's folder, its checkpoints folder (both: the newest step), or the folder of one step.
 
     Raises:
-      UserError: the step is older than stamps, and run.json, read instead, is not a run's record.
+      UserError: the step was saved without a stamp.
     """
     try:
         checkpoints, step = checkpoint.find(directory)
@@ -127,74 +94,8 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     step, extra = found
     if "config" not in extra:
-        file, record = _run_json(checkpoints.directory.parent)
-        starts = record.get("starts") or [{}]
-        extra = {"config": record["config"], "numerics": starts[-1].get("numerics")}
-        if not isinstance(extra["config"], dict):
-            raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
-    made = {"step": step, "config": _as_today(extra["config"]), "numerics": extra["numerics"]}
-    return made | {mark: extra[mark] for mark in ("base", "start") if extra.get(mark)}
-
-
-def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Translates retired settings of a recorded config into the settings that took their place, or drops them."""
-    found = json.loads(json.dumps(recorded))
-    for path in _RETIRED:
-        section, name = path.rpartition(".")[::2]
-        node = found
-        for part in section.split("."):
-            node = node.get(part) or {}
-        node.pop(name, None)
-    for optimizer in (found.get("optimizer") or {}, (found.get("critic") or {}).get("optimizer") or {}):
-        if optimizer.get("name") == "muon":
-            for name in _MUON:
-                optimizer.pop(name, None)
-        (optimizer.get("schedule") or {}).pop("decay_updates", None)
-    _drop(found.get("reward"), "ignore_case")
-    train = found.get("train") or {}
-    if train.pop("packing", "packed") == "unpacked":
-        train["max_segments"] = 1
-    loss = found.get("loss") or {}
-    if loss.get("name") == "tbpo":
-        _tbpo_as_today(loss)
-    log = found.get("log") or {}
-    if not log.pop("tensorboard", True):
-        log["trackers"] = []
-    engine = (found.get("rollout") or {}).get("engine") or {}
-    retired = {name: engine.pop(name) for name in _ARITHMETIC if name in engine}
-    if any(value not in _ARITHMETIC[name] for name, value in retired.items()):
-        engine["arithmetic"] = "vllm"
-    return found
-
-
-def _drop(section: Any, name: str) -> None:
-    """Drops a setting from a section and from those inside it."""
-    if isinstance(section, dict):
-        section.pop(name, None)
-    inside = section.values() if isinstance(section, dict) else section if isinstance(section, list) else ()
-    for each in inside:
-        _drop(each, name)
-
-
-def _tbpo_as_today(loss: dict[str, Any]) -> None:
-    loss.pop("clip_low", None)
-    if (mode := loss.pop("w_mode", "clip")) != "clip":
-        loss["mismatch"] = {"drop": "geometric_mis", "none": "none"}[mode]
-    length_ref = loss.pop("length_ref", tbpo.LENGTH_REF)
-    if loss.get("bands", "fixed") != "fixed" and length_ref != tbpo.LENGTH_REF:
-        for edge in ("clip_high", "neg_clip_low", "neg_clip_high"):
-            loss[edge] *= math.sqrt(length_ref / tbpo.LENGTH_REF)
-
-
-def _run_json(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
-    file = folder / "run.json"
-    try:
-        record = json.loads(file.read_text())
-        return file, record if isinstance(record, dict) and "config" in record else {"config": None}
-    except OSError:
-        raise UserError(f"{folder} is not a run's folder: there is no run.json in it.") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}).") from None
+        raise UserError(f"{checkpoints.path(step)} holds no config: it is not the checkpoint of a run's policy.")
+    return {"step": step} | {key: extra[key] for key in ("config", "numerics", "base", "start") if extra.get(key)}
 
 
 def config_of(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:

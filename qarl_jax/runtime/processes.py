@@ -31,7 +31,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,8 +63,6 @@ class Config:
       local_devices: ids of the host's GPUs that this process takes; empty: JAX's choice (one GPU per process under
         SLURM and Open MPI, else all).
     """
-
-    retired: ClassVar[dict[str, str]] = {"timeout_s": "processes wait 300 s for each other at the start; leave it out."}
 
     coordinator: str = ""
     num_processes: int = 0

@@ -361,8 +361,6 @@ class _Builder:
             if key == "name" and siblings is not None:
                 continue
             if key not in hints:
-                if advice := getattr(cls, "retired", {}).get(key):
-                    raise self.error((*path, key), f"this option is retired: {advice}")
                 raise self.unknown_key(hints, (*path, key), siblings, variant)
             given[key] = self.value(hints[key], item, (*path, key), field_default(cls, key))
         for field in dataclasses.fields(cls):

@@ -82,10 +82,3 @@ def test_resuming_over_other_data_is_refused(other, message):
     PromptStream(Numbers(8), 0, 4).check_state(state)
     with pytest.raises(UserError, match=message):
         other.check_state(state)
-
-
-def test_a_checkpoint_whose_prompts_were_held_out_by_another_rule_is_refused():
-    state = PromptStream(Numbers(8), 0, 4).state(5)
-    del state["held_out_by"]  # as it was when the split hashed the rendered text
-    with pytest.raises(UserError, match=r"held out by a hash of their rendered text, .* start a new run_dir"):
-        PromptStream(Numbers(8), 0, 4).check_state(state)

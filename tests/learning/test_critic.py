@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from qarl_jax import models, train
 from qarl_jax.data import packing
@@ -151,7 +152,7 @@ def test_a_value_is_that_of_everything_before_its_token():
     """By running the model itself on each response's tokens up to, and without, the one that is valued."""
     rows, verdict = judged()
     params = with_head(initial()[1])
-    model = models.merge(models.split(models.abstract_model(initial()[0]))[0], params["body"], build.no_qweights())
+    model = models.merge(models.split(models.abstract_model(initial()[0]))[0], params["body"], nnx.State({}))
     found = per_response(rows, verdict.targets[0], lambda t: t.values)
     hidden_states = jax.jit(model.hidden_states)
     for (g, j), values in list(found.items())[:4]:
@@ -341,7 +342,7 @@ def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
         decided[row, here], wanted[row, here] = True, returns[s.row, s.response]
 
     def plain(params):
-        model = models.merge(critic.graphdef, params["body"], build.no_qweights())
+        model = models.merge(critic.graphdef, params["body"], nnx.State({}))
         values = model.hidden_states(jnp.asarray(tokens, jnp.int32)) @ params["head"]["weight"] + params["head"]["bias"]
         return 0.5 * jnp.where(decided, jnp.square(values - wanted), 0).sum() / rows.num_tokens
 

@@ -41,7 +41,6 @@ from tests.reference.loss_batches import inputs, make_batch, value_and_grad
         ("grpo", {"mismatch": "icepop", "mismatch_low": 6.0}, "must be below its upper bound 5"),
         ("grpo", {"aggregation": "tokn-mean"}, "did you mean 'token-mean'"),
         ("gspo", {"aggregation": "seq-mean-token-sum"}, "Known: seq-mean-token-mean, token-mean"),
-        ("tbpo", {"w_mode": "drop"}, "no option 'w_mode': set mismatch=geometric "),
         ("cispo", {"ratio_min": 6.0}, "below ratio_max"),
     ],
     ids=lambda v: str(v),

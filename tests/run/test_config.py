@@ -103,27 +103,6 @@ def test_a_loss_is_chosen_by_name_with_its_own_fields(load):
         load("loss.name=grpo", "loss.spread_ref=1")
 
 
-@pytest.mark.parametrize(
-    ("override", "advice"),
-    [
-        ("loss.w_mode=drop", r"loss\.w_mode: this option is retired: set mismatch=geometric "),
-        ("loss.clip_low=3.0e-4", r"loss\.clip_low: this option is retired: eq\. 5 has no such edge; leave it out"),
-        ("loss.length_ref=9", r"multiply clip_high, neg_clip_low and neg_clip_high by sqrt\(length_ref / 4096\)"),
-        ("loss.max_response_len=64", r"a run divides by its rollout\.max_response_len"),
-        ("distributed.timeout_s=9", "wait 300 s for each other"),
-        (
-            "reward={name: exact, ignore_case: false}",
-            r"compared without case; a function of yours \(reward\.name=python\)",
-        ),
-        ("optimizer={name: muon, momentum: 0.9}", r"Muon's is 0\.95"),
-        ("rollout.engine={name: vllm, request_timeout_s: 9}", "taken for dead after 120 s without a report"),
-    ],
-)
-def test_a_retired_option_is_refused_with_what_took_its_place(load, override, advice):
-    with pytest.raises(UserError, match=advice):
-        load(override)
-
-
 def test_derived_numbers_are_in_prompts_and_printed(load):
     cfg = load(
         "train.steps=10",

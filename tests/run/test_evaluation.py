@@ -203,17 +203,6 @@ def test_a_reader_gets_a_table(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_policy_that_held_out_other_prompts_is_scored_on_other_data_only(run, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluation, "has_this_split", lambda state: False)  # as of a checkpoint of an older version
-    assert evaluation.main(["--checkpoint", str(run.run_dir)]) == 2
-    assert "trained on most of what is held out by now" in capsys.readouterr().err
-    file = tmp_path / "other.jsonl"
-    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    other = ["eval.data.source.name=jsonl", f"eval.data.source.path={file}", "eval.data.template=raw"]
-    assert evaluation.main(["--checkpoint", str(run.run_dir), *other]) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

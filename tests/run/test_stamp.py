@@ -3,7 +3,6 @@
 """A saved policy keeps the settings that made it: a later start cannot rewrite them, and every verb reads them."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -184,47 +183,6 @@ def test_settings_that_this_version_added_are_no_change(tmp_path):
     del found["config"]["rollout"]["temperature"], found["config"]["quant"]["kernels"]
     other = world.changed(quant={"forward": "w8a8"}, train={"steps": 9}, log={"view": "lines"}).config
     assert stamp.changes(other, found) == ["quant.forward w4a16:g32 -> w8a8", "train.steps 2 -> 9"]
-
-
-def test_settings_that_were_retired_since_are_read_as_what_they_meant(tmp_path):
-    world = tiny.World(tmp_path).changed(rollout={"engine": {"name": "vllm"}})
-    retired = {"execution": "auto", "kernels": "contract", "int4_kernel": "auto", "split_attention": False}
-
-    def read(step, **changed):
-        save(world, step)
-        extra = world.run_dir / "checkpoints" / f"step_{step:08d}" / "extra.json"
-        made = json.loads(extra.read_text())
-        engine = made["config"]["rollout"]["engine"]
-        del engine["arithmetic"]
-        made["config"]["rollout"]["engine"] = engine | retired | {"loader": "auto"} | changed
-        return stamp._as_today(made["config"])["rollout"]["engine"]["arithmetic"]
-
-    assert read(1, kernels="vllm") == read(2, execution="compiled") == read(3, split_attention=True) == "vllm"
-    config_now = stamp._as_today(
-        {"rollout": {"engine": {"name": "vllm", **retired, "execution": "graphs", "loader": "vllm"}}}
-    )
-    assert config_now == {"rollout": {"engine": {"name": "vllm"}}}
-
-
-def test_a_record_of_november_2026_is_read_today():
-    """Its settings were those of the version before options were retired."""
-    recorded = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "run_2026_11.json").read_text())
-    cfg = config.from_dict(stamp._as_today(recorded))
-    assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")
-    assert cfg.log.trackers == ("tensorboard",)
-    terms = [{"coef": 1.0, "reward": {"name": "exact", "ignore_case": True}}]
-    today = [{"coef": 1.0, "reward": {"name": "exact"}}]
-    assert stamp._as_today({"reward": {"name": "sum", "terms": terms}}) == {"reward": {"name": "sum", "terms": today}}
-    assert stamp._as_today({"log": {"tensorboard": False}}) == {"log": {"trackers": []}}
-
-
-def test_a_record_keeps_the_objective_that_its_retired_options_chose():
-    edges = {"clip_high": 1e-3, "neg_clip_low": 2e-3, "neg_clip_high": 3e-3}
-    recorded = {"name": "tbpo", "bands": "length", "length_ref": 16.0, "clip_low": 3e-4, "w_mode": "drop", **edges}
-    wider = {edge: value / 16 for edge, value in edges.items()}
-    today = {"name": "tbpo", "bands": "length", "mismatch": "geometric_mis", **wider}
-    assert stamp._as_today({"loss": recorded}) == {"loss": today}
-    assert stamp._as_today({"loss": {"name": "grpo", "clip_low": 0.2}}) == {"loss": {"name": "grpo", "clip_low": 0.2}}
 
 
 def test_adapters_go_on_upon_the_base_that_they_learned_on_alone(tmp_path):

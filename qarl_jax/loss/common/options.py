@@ -91,14 +91,13 @@ def check(config: Any, what: str = "loss") -> None:
 class Shared:
     """The options that every objective has.
 
-    `level` is "token" or "response": the unit whose ratio is clipped. `retired` maps removed options to advice.
+    `level` is "token" or "response": the unit whose ratio is clipped.
     """
 
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
     level: ClassVar[str] = "token"
-    retired: ClassVar[dict[str, str]] = {"max_response_len": "a run divides by its rollout.max_response_len."}
 
     aggregation: str = option(
         "token-mean",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import ClassVar, Literal
+from typing import Literal
 
 from qarl_bridge.protocol import formats, messages, split_k
 from qarl_bridge.protocol.messages import BridgeError
@@ -51,10 +51,6 @@ class Config(messages.EngineOptions):
     log_file: the bridge's output; empty: a temporary folder. A training run sets engine.log in its own (not from a
       config).
     """
-
-    retired: ClassVar[dict[str, str]] = {
-        "request_timeout_s": "a bridge is taken for dead after 120 s without a report."
-    }
 
     python: str = ""
     replicas: int = 0

@@ -15,7 +15,7 @@ import torch
 from vllm.platforms import current_platform
 
 from qarl_bridge.engine.asym_layers import AsymmetricLayer
-from qarl_bridge.engine.cuda import asym_ops, int4, ops
+from qarl_bridge.engine.cuda import asym_ops, int4
 from qarl_bridge.protocol import formats, split_k
 from qarl_bridge.protocol.errors import BridgeError
 
@@ -67,10 +67,4 @@ class BatchInvariantAsymmetricLinear(AsymmetricLayer):
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the layer's output [..., N] of inputs x [..., K]."""
-        x, weight = self.inputs(layer, x), self.words(layer)
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= int4.PACKED_ROWS:
-            y = ops.product(rows, weight, bias=bias)
-        else:
-            y = ops.product(rows, weight.decoded(out=int4.room(weight.outputs, weight.inputs, rows.device)), bias=bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return int4.multiply(self.inputs(layer, x), self.words(layer), bias=bias)

@@ -16,7 +16,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
 from qarl_bridge.engine import versions
-from qarl_bridge.engine.cuda import ops
+from qarl_bridge.engine.cuda import asym_ops, ops
 
 PACKED_ROWS = 512  # the most that are multiplied with words
 # bf16(q s) of one layer, for the largest: made at a load, since a CUDA graph keeps its place.
@@ -37,18 +37,20 @@ def room(outputs: int, inputs: int, device: torch.device) -> torch.Tensor:
 
 def multiply(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: torch.Tensor | asym_ops.Words,
+    scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiplies x [..., K] by a layer's interleaved words; returns [..., N]. scales, factor: as in `ops.product`."""
+    """Multiplies x [..., K] by a layer's words; returns [..., N]. Other arguments are those of `ops.product`."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= PACKED_ROWS:
-        y = ops.product(rows, words, scales, bias, factor=factor)
-    else:
-        decoded = ops.dequantized(words, scales, out=room(words.shape[1], rows.shape[1], words.device))
-        y = ops.product(rows, decoded, bias=bias, factor=factor)
+    if len(rows) > PACKED_ROWS:
+        if isinstance(weight, asym_ops.Words):
+            weight = weight.decoded(room(weight.outputs, weight.inputs, rows.device))
+        else:
+            weight = ops.dequantized(weight, scales, room(weight.shape[1], rows.shape[1], rows.device))
+        scales = None
+    y = ops.product(rows, weight, scales, bias, factor=factor)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
