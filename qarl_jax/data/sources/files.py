@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -88,6 +89,8 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "conversation": ("messages", ""),
     "text": ("text", ""),
 }
+# Groups of three digits with commas between them, on their own: "[1,234" begins an interval, "1,234,5" is a list.
+_THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _PIECE = 4000  # characters of a text that are one row, at least
 
 
@@ -159,11 +162,12 @@ def names(files: Sequence[str]) -> list[str]:
 def final_answer(text: str) -> str:
     """Extracts the final answer: GSM8K's "...#### 1,234" -> "1234"; any other text is only stripped.
 
-    https://github.com/openai/grade-school-math: the final answer follows "####".
+    https://github.com/openai/grade-school-math: the final answer follows "####". The commas of a list, a pair or an
+    interval stay: "1, 2, 3", "1,2,3", "(100,200)".
     """
     if "####" not in text:
         return text.strip()
-    return text.rsplit("####", 1)[1].strip().replace(",", "")
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text.rsplit("####", 1)[1].strip())
 
 
 def _expand(path: str) -> list[str]:
