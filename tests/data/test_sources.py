@@ -466,6 +466,17 @@ def test_a_final_answer_loses_the_commas_of_thousands_and_no_others(written, ans
     assert final_answer(f"so\n#### {written}") == answer
 
 
+def test_ids_to_leave_out_are_compared_as_text_and_each_must_be_there(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": i, "prompt": str(i), "answer": i} for i in (1, 2, 3)])
+    kept = data.make_source(file_config(files.Jsonl, path, leave_out=("3", "1")), tokenizer)
+    assert [kept.prompt(i).answer for i in range(len(kept))] == ["2"]
+    with pytest.raises(UserError, match=r"a\.jsonl: no row has the id '03' or '4' in its column `id`; correct"):
+        data.make_source(file_config(files.Jsonl, path, leave_out=("4", "3", "03")), tokenizer)
+    # An id of a row that `where` drops is there; rows behind the limit are not read.
+    data.make_source(file_config(files.Jsonl, path, leave_out=("3",), where={"answer": "2"}), tokenizer)
+    assert len(data.make_source(file_config(files.Jsonl, path, leave_out=("3",), limit=1), tokenizer)) == 1
+
+
 def test_no_held_out_prompts_is_an_error_that_names_the_setting(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": 1}])
     with pytest.raises(UserError, match=r"data\.holdout=0\.0 leaves no held-out prompt"):

@@ -40,7 +40,7 @@ class Rows:
       answer_key: column with the reference answer; empty: recognised, or none where prompt_key is given.
       limit: use the first rows only; 0: all.
       where: use only rows whose columns have these values, for example {source: AIME2025}.
-      leave_out: rows whose column `id` is one of these are not used.
+      leave_out: rows whose column `id`, as text, is one of these are not used; each must be the id of a row.
     """
 
     prompt_key: str = ""
@@ -98,23 +98,23 @@ class Source:
     """All usable prompts of a split, read and tokenized once (see `PromptSource`).
 
     Raises:
-      UserError: the data set is empty, none of its rows is usable, or a row is malformed.
+      UserError: the data set is empty, none of its rows is usable, a row is malformed, or `leave_out` names none.
     """
 
     def __init__(self, cfg: Any, template: Template, split: Split, holdout: float):
         self.skipped, self.notes = Skipped(), template.notes
         self.prompts: list[Prompt] = []
         hasher = hashlib.blake2b(digest_size=8)
-        rows = 0
+        rows, unseen = 0, set(cfg.leave_out)
         for name, reader in cfg.parts():
             columns: tuple[str, str] | None = None
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
+                    unseen.clear()  # they may be ids of the rows that are not read
                     break
-                if (
-                    any(str(row.get(key)) != value for key, value in cfg.where.items())
-                    or row.get("id") in cfg.leave_out
-                ):
+                row_id = str(row.get("id"))
+                unseen.discard(row_id)
+                if row_id in cfg.leave_out or any(str(row.get(key)) != value for key, value in cfg.where.items()):
                     continue
                 rows += 1
                 question, answer, columns = _asked(cfg, row, place, columns)
@@ -132,6 +132,11 @@ class Source:
                     said = tuple(said_in(question))
                     made = Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta, messages=said)
                     self.prompts.append(made)
+        if unseen:
+            raise UserError(
+                f"{cfg.path}: no row has the id {' or '.join(map(repr, sorted(unseen)))} in its column `id`; correct or"
+                " remove these entries of leave_out."
+            )
         if rows == 0:
             raise UserError(f"{cfg.path}: the data set is empty; it needs at least one row.")
         if not self.prompts and split != "heldout":
