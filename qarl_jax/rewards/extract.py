@@ -26,9 +26,15 @@ _PLAIN = re.compile(
 )
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?")
 _MEASURED = re.compile(r"([$€£¥]?[-\d.,/{}\\]*\d) ([A-Za-z ]{1,60})")
-# Behind a number these words make it another, or leave it open.
-_OTHER_VALUE = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
-_OTHER_VALUE |= {"and", "or", "to", "minus", "plus", "times", "more", "less", "not"}
+# Behind a number these words make it another, or leave it open. A single letter is compared with its case: K is a unit.
+_OTHER_VALUE = re.compile(
+    r"\b(?:and|or|but|to|minus|plus|times|more|less|below|not|negative|wrong|incorrect|false"
+    r"|(?:hundred|thousand|(?:m|b|tr|quadr)illion)(?:ths?|s)?|bn|lakhs?|crores?|dozens?|pairs?|[eikxyz]|pi"
+    r"|hal(?:f|ves)|quarters?|(?:third|fourth|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie)th)(?:s|$| of)"
+    r"|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|forty|point one"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)(?:teen|ty)|factorial|doubled|tripled|halved)\b"
+    r"|^(?:squared|cubed)\b"  # "3 metres squared" is a unit
+)
 _AROUND = [("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("'", "'"), ("`", "`"), ("“", "”"), ("‘", "’")]
 _AROUND += [("**", "**"), ("*", "*"), ("__", "__"), ("_", "_")]
 STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox) ?\{([^{}]*)\}")
@@ -184,6 +190,11 @@ def number(text: str) -> Fraction | None:
 
 def normalize(text: str) -> str:
     """Normalizes text: lower case, single spaces, no quotes, bold type or math marks around it, no full stop."""
+    return _bare(text).casefold()
+
+
+def _bare(text: str) -> str:
+    """Normalized text in its own case."""
     out = " ".join(text.split())
     for _ in range(8):
         before = out
@@ -195,19 +206,20 @@ def normalize(text: str) -> str:
             out = styled[1].strip()
         if out == before:
             break
-    return out.casefold()
+    return out
 
 
 def same(given: str, expected: str) -> bool:
     """Tells whether two answers are equal as numbers, or else as normalized text.
 
-    For an expected number, the given answer may have a unit: "18 apples", "18 km per hour" for 18.
+    For an expected number, the given answer may have a unit: "18 apples", "18 km per hour" for 18. Words that make it
+    another number are no unit: "2 thirds", "3 squared", "4 point five", "5 pairs", "7 wrong".
     """
     left, right = normalize(given), normalize(expected)
     if left == right:
         return True
     a, b = number(left), number(right)
-    if a is None and b is not None and (measured := _MEASURED.fullmatch(left)):
-        unit = measured[2].lower().split()
-        a = number(measured[1]) if len(unit) <= 4 and not _OTHER_VALUE.intersection(unit) else None
+    if a is None and b is not None and (measured := _MEASURED.fullmatch(_bare(given))):
+        unit = [word if len(word) == 1 else word.lower() for word in measured[2].split()]
+        a = number(measured[1]) if len(unit) <= 4 and not _OTHER_VALUE.search(" ".join(unit)) else None
     return a is not None and a == b

@@ -5,12 +5,12 @@
     reward: {name: judge, url: http://127.0.0.1:8000/v1, model: Qwen3-32B, cache: judge.jsonl, budget_requests: 20000}
 
 The judge gets `prompt`, a Jinja template that sees `question`, `response`, `answer`, `messages` and `meta`. It ends its
-reply in "Score: N", N from 0 to `best`. The reward is N / best, within 0 and 1; a reply without a score gives 0.
+reply in "Score: N", N from 0 to `best`. The reward is N / best, within 0 and 1.
 
-A request that fails is sent again, after longer and longer pauses. One that keeps failing stops the run, because a
-reward that silently became 0 would be worse. Equal requests are sent once; with `cache` across runs and restarts, too.
-The budget counts what the cache's file has already paid for. The response is a policy's words, which may ask the judge
-for a good score: prefer a verifier where there is one.
+A request that fails is sent again, after longer and longer pauses; a reply without content or without a score is a
+failure. One that keeps failing stops the run, because a reward that silently became 0 would be worse. Equal requests
+are sent once; with `cache` across runs and restarts, too. The budget counts what the cache's file has already paid for.
+The response is a policy's words, which may ask the judge for a good score: prefer a verifier where there is one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ You grade a response to a question.
 [Your task]
 Say in a few sentences how correct and helpful the response is. Then write "Score: N" on a line of its own, N from 0
 (useless) to 10 (perfect)."""
-_SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+# "Score: 9", and "Score (10 is best): 9"; `score_in` takes the scale away before.
+_SCORE = re.compile(r"score(?:\W{0,4}[(\[][^()\[\]\n]{0,80}[)\]]\W{0,4}[:=])?\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _LONGEST_PAUSE_S = 30.0
 
@@ -64,7 +65,7 @@ class Config:
       model: the judge's name at the endpoint.
       prompt: Jinja template of the request; empty: `PROMPT`.
       best: the score that gives reward 1.
-      max_tokens: most tokens of a reply.
+      max_tokens: most tokens of a reply, its reasoning included.
       temperature: of the judge's sampling.
       extra: further fields of a request, for example {chat_template_kwargs: {enable_thinking: false}}.
       concurrency: requests at a time.
@@ -104,7 +105,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A judge's reply, and the number of tokens that request and reply took."""
+    """A judge's reply, and the number of tokens that its requests took, with the replies that were no use."""
 
     text: str
     tokens: int
@@ -163,7 +164,12 @@ class Reward(BaseReward):
             if sample.text.strip() and (sample.finished or self.cfg.truncated == "score")
         }
         keys = {i: hashlib.sha256(body).hexdigest() for i, body in bodies.items()}
-        new = {key: bodies[i] for i, key in keys.items() if key not in self.replies.known}
+        known = self.replies.known  # a file of an earlier version may hold replies without a score
+        new = {
+            key: bodies[i]
+            for i, key in keys.items()
+            if key not in known or score_in(known[key].text, self.cfg.best) is None
+        }
         left = self.cfg.budget_requests - len(self.replies.known)
         if self.cfg.budget_requests and len(new) > left:
             raise UserError(
@@ -180,7 +186,7 @@ class Reward(BaseReward):
                 raise
         out = np.zeros(len(samples), np.float32)
         for i, key in keys.items():
-            out[i] = score_in(self.replies.known[key].text, self.cfg.best)
+            out[i] = score_in(known[key].text, self.cfg.best)
         return out
 
     def _body(self, sample: Sample) -> bytes:
@@ -203,14 +209,19 @@ class Reward(BaseReward):
         self.replies.add(key, post(self.cfg, body))
 
 
-def score_in(text: str, best: float) -> float:
-    """Returns the last "Score: N" of a reply divided by `best`, clipped to [0, 1]; 0 if there is none."""
-    found = _SCORE.findall(text)
-    return min(1.0, max(0.0, float(found[-1]) / best)) if found else 0.0
+def score_in(text: str, best: float) -> float | None:
+    """Returns the last "Score: N" of a reply divided by `best`, clipped to [0, 1]; None if there is none.
+
+    Numbers of the scale are no score: "Score (0-10): 9", "Score out of 10: 9", "Score: 9/10" are 9 for a best of 10.
+    """
+    most = rf"{re.escape(f'{best:g}')}(?:\.0+)?(?![\d.]*\d)"
+    least = r"(?:\bon a scale )?(?:\b(?:of|from) )?(?<![\d.-])[01](?:\.0+)? ?(?:-|–|to\b) ?"
+    found = _SCORE.findall(re.sub(rf"(?i)(?:{least}|\bout of |/ ?){most}", "", text))
+    return min(1.0, max(0.0, float(found[-1]) / best)) if found else None
 
 
 def post(cfg: Config, body: bytes) -> Reply:
-    """Sends a request, and retries while the endpoint is busy or cannot be reached.
+    """Sends a request, and retries while the endpoint is busy or cannot be reached, or its reply has no score.
 
     Raises:
       UserError: the endpoint refuses the request, or the last retry failed.
@@ -218,21 +229,38 @@ def post(cfg: Config, body: bytes) -> Reply:
     key = os.environ.get(cfg.key_env, "")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{cfg.url.rstrip('/')}/chat/completions", data=body, headers=headers)
+    tokens = 0
     for attempt in range(cfg.retries + 1):
         pause = min(_LONGEST_PAUSE_S, 0.5 * 2**attempt)
         try:
             with urllib.request.urlopen(request, timeout=cfg.timeout_s) as answer:
                 said = json.load(answer)
-            text = said["choices"][0]["message"]["content"]
-            return Reply(text or "", int((said.get("usage") or {}).get("total_tokens") or 0))
+            choice = said["choices"][0]
+            text = choice["message"].get("content")
+            tokens += int((said.get("usage") or {}).get("total_tokens") or 0)
+            if isinstance(text, str) and score_in(text, cfg.best) is not None:
+                return Reply(text, tokens)
+            reason = _useless(text, choice.get("finish_reason"))
         except urllib.error.HTTPError as error:
             reason = f"HTTP {error.code}: {error.read(300).decode(errors='replace').strip()}"
             if error.code not in _AGAIN:
                 raise UserError(f"the judge at {cfg.url} refuses a request: {reason}") from None
             asked = error.headers.get("Retry-After", "")
             pause = min(_LONGEST_PAUSE_S, float(asked)) if asked.replace(".", "", 1).isdigit() else pause
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
         if attempt < cfg.retries:
             time.sleep(pause)
     raise UserError(f"the judge at {cfg.url} failed {cfg.retries + 1} times, at last with {reason}.")
+
+
+def _useless(text: object, finish_reason: object) -> str:
+    """The fault of a reply that gives no reward, and its remedy."""
+    fault, remedy = "a reply without content", "see what the judge answers to reward.prompt"
+    if isinstance(text, str) and text.strip():
+        fault = f"a reply without a score, which ends in {text.strip()[-80:]!r}"
+        remedy = 'have reward.prompt ask for "Score: N"'
+    if finish_reason == "length":
+        fault += ", cut off by max_tokens"
+        remedy = "raise reward.max_tokens, or turn the judge's reasoning off by reward.extra"
+    return f"{fault}; {remedy}"

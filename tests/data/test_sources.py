@@ -452,6 +452,31 @@ def test_final_answer_of_gsm8k(text, answer):
     assert final_answer(text) == answer
 
 
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("12,345,678.9", "12345678.9"),
+        ("-$1,234", "-$1234"),
+        ("1,234, 5,678", "1234, 5678"),
+        *((text, text) for text in ("(3, 4)", "1, 2, 3", "1,2,3", "[0, 1)", "x=1, y=2", "1,234,5", "5,1,234")),
+        *((text, text) for text in ("(100,200)", "[0,100)", "\\{100,200\\}", "0.25,100", "1,2345")),
+    ],
+)
+def test_a_final_answer_loses_the_commas_of_thousands_and_no_others(written, answer):
+    assert final_answer(f"so\n#### {written}") == answer
+
+
+def test_ids_to_leave_out_are_compared_as_text_and_each_must_be_there(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": i, "prompt": str(i), "answer": i} for i in (1, 2, 3)])
+    kept = data.make_source(file_config(files.Jsonl, path, leave_out=("3", "1")), tokenizer)
+    assert [kept.prompt(i).answer for i in range(len(kept))] == ["2"]
+    with pytest.raises(UserError, match=r"a\.jsonl: no row has the id '03' or '4' in its column `id`; correct"):
+        data.make_source(file_config(files.Jsonl, path, leave_out=("4", "3", "03")), tokenizer)
+    # An id of a row that `where` drops is there; rows behind the limit are not read.
+    data.make_source(file_config(files.Jsonl, path, leave_out=("3",), where={"answer": "2"}), tokenizer)
+    assert len(data.make_source(file_config(files.Jsonl, path, leave_out=("3",), limit=1), tokenizer)) == 1
+
+
 def test_no_held_out_prompts_is_an_error_that_names_the_setting(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": 1}])
     with pytest.raises(UserError, match=r"data\.holdout=0\.0 leaves no held-out prompt"):

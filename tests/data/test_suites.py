@@ -88,9 +88,11 @@ def test_gsm8k_is_asked_with_its_system_message_and_graded_by_number(tmp_path):
 
 
 def test_the_clean_suite_leaves_out_what_training_has_templates_of(tmp_path):
-    path = questions(tmp_path, GSM)
+    path = questions(tmp_path, GSM + [GSM[1] | {"id": name} for name in suites.IN_GSM_SYMBOLIC])
     asked = build.eval_prompts(load("gsm8k_clean", path), EchoTokenizer())
     assert [prompt.answer for prompt in asked] == ["18"]
+    with pytest.raises(UserError, match=r"no row has the id 'gsm8k-test-0440' or"):  # not all of them, in silence
+        build.eval_prompts(load("gsm8k_clean", questions(tmp_path, GSM)), EchoTokenizer())
 
 
 def test_presets_are_the_papers_and_the_users_override_wins(tmp_path):
@@ -354,8 +356,8 @@ def test_a_row_that_only_looks_like_a_layout_names_it(tmp_path):
 @pytest.mark.slow
 def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkeypatch):
     world = tiny.World(tmp_path)
-    rows = [{"id": str(i), "prompt": f"{i}+1=", "expected": str(i + 1)} for i in range(3)]
-    rows[0]["id"] = suites.IN_GSM_SYMBOLIC[0]
+    ids = ["0", "1", *suites.IN_GSM_SYMBOLIC]
+    rows = [{"id": name, "prompt": f"{i}+1=", "expected": str(i + 1)} for i, name in enumerate(ids)]
     monkeypatch.setattr(suites, "QUESTIONS", str(tmp_path))
     where = tmp_path / suites.SUITES["gsm8k"].file
     where.parent.mkdir(parents=True)
@@ -368,7 +370,7 @@ def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkey
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     held_out = len((tmp_path / "said.own.jsonl").read_text().splitlines())
     assert [(line.get("suite"), line["eval/prompts"]) for line in said] == [
-        ("gsm8k", 3),
+        ("gsm8k", 8),
         (None, held_out),
         ("gsm8k_clean:sampled", 2),
     ]

@@ -15,11 +15,13 @@ CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% 
 
 
 class Endpoint(http.server.ThreadingHTTPServer):
-    """Gives the score that a response names; `failures` are the status codes of the next requests."""
+    """Gives the score that a response names; `failures` are the status codes of the next requests.
+
+    The next good ones get `choices`, where there are some."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies, self.keys, self.failures = [], [], collections.deque()
+        self.bodies, self.keys, self.failures, self.choices = [], [], collections.deque(), collections.deque()
 
     @property
     def url(self):
@@ -34,7 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         code = self.server.failures.popleft() if self.server.failures else 200
         text = body["messages"][0]["content"]
         number = text.split("worth ")[1].split()[0] if "worth " in text else ""
-        reply = {"choices": [{"message": {"content": f"Score: 1? No.\n**Score:** {number}"}}]}
+        choice = {"message": {"content": f"Score: 1? No.\n**Score:** {number}"}}
+        reply = {"choices": [self.server.choices.popleft() if code == 200 and self.server.choices else choice]}
         said = json.dumps(reply | {"usage": {"total_tokens": 10}} if code == 200 else {"error": "busy"}).encode()
         self.send_response(code)
         self.send_header("Retry-After", "0.01")

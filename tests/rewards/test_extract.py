@@ -96,6 +96,24 @@ def test_comparison_table(given_text, expected, equal):
     assert same(given_text, expected) is equal
 
 
+UNITS = """apples|dollars|hours|seconds|minutes|months|points|percent|square meters|cubic feet|meters squared
+km per hour|cents each|K|m|Dollars a Day|sixth graders|canteens|degrees|parties|pairwise products|people total"""
+OTHER_VALUES = """thirds|third|third of it|halves|half cups|quarters|fifths|twentieths|thousandths|hundredth|squared
+Cubed meters|factorial|point five|point one|k|bn|Millions|millionths|dozens|pairs|pi|x|i|negative|degrees below zero
+wrong|is not right|incorrect|hours twenty minutes|but maybe four|doubled"""
+
+
+@pytest.mark.parametrize("unit", UNITS.replace("\n", "|").split("|"))
+def test_a_unit_behind_a_number_leaves_it(unit):
+    assert same(f"3 {unit}", "3")
+    assert not same(f"3 {unit}", "4")
+
+
+@pytest.mark.parametrize("words", OTHER_VALUES.replace("\n", "|").split("|"))
+def test_a_word_that_makes_another_number_is_no_unit(words):
+    assert not same(f"3 {words}", "3")
+
+
 @given(numerator=st.integers(-(10**12), 10**12), denominator=st.integers(1, 10**6))
 def test_a_written_fraction_is_read_exactly(numerator, denominator):
     assert number(f"{numerator}/{denominator}") == Fraction(numerator, denominator)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge over a real HTTP server: scores, retries, cache and budget; nothing becomes 0 in silence."""
 
+import json
 import os
 import socket
 import subprocess
@@ -63,6 +64,63 @@ def test_a_busy_endpoint_is_asked_again_and_one_that_stays_busy_stops_the_run(en
         judge.Reward(judge.Config(url="http://127.0.0.1:9", model="m", retries=0), 8).score([sample("x")])
 
 
+THOUGHT = {"message": {"content": None, "reasoning_content": "Hm. Score: 9"}, "finish_reason": "length"}
+SILENT = {"message": {"content": " \n"}, "finish_reason": "stop"}
+SCORELESS = {"message": {"content": "Good work."}, "finish_reason": "stop"}
+CUT = {"message": {"content": "I begin with"}, "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        (THOUGHT, r"a reply without content, cut off by max_tokens; raise reward\.max_tokens, or turn the judge's"),
+        (SILENT, r"a reply without content; see what the judge answers"),
+        (SCORELESS, r"a reply without a score, which ends in 'Good work\.'; have reward\.prompt ask"),
+        (CUT, r"a reply without a score, which ends in 'I begin with', cut off by max_tokens; raise"),
+    ],
+)
+def test_a_reply_without_a_score_is_a_failure_that_no_cache_keeps(endpoint, tmp_path, choice, says):
+    file = tmp_path / "judge.jsonl"
+    endpoint.choices.extend([choice] * 2)
+    with pytest.raises(UserError, match=rf"failed 2 times, at last with {says}"):
+        reward(endpoint, cache=str(file), retries=1).score([sample("worth 5")])
+    assert not file.exists()
+    endpoint.choices.append(choice)
+    asked = reward(endpoint, cache=str(file))
+    assert asked.score([sample("worth 5")]).tolist() == [0.5]
+    assert asked.replies.tokens == 20  # the failed reply's are paid for, too
+    assert reward(endpoint, cache=str(file)).score([sample("worth 5")]).tolist() == [0.5]
+    assert len(endpoint.bodies) == 4
+
+
+def test_replies_without_a_score_in_a_cache_are_asked_for_again(endpoint, tmp_path):
+    file = tmp_path / "judge.jsonl"
+    reward(endpoint, cache=str(file)).score([sample("worth 5")])
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text": ""}) + "\n")
+    assert reward(endpoint, cache=str(file)).score([sample("worth 5")]).tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("reply", "best", "score"),
+    [
+        ("Score: 9", 10, 0.9),
+        ("Score: 2\n**Score:** 9 - 2 errors", 10, 0.9),
+        ("Score: 10/10", 10, 1.0),
+        ("Score (0-10): 9", 10, 0.9),
+        ("Score [0 \u2013 10] = 7.5", 10, 0.75),
+        ("Score (10 is perfect): 9", 10, 0.9),
+        ("Final score out of 10: 9", 10, 0.9),
+        ("Score on a scale of 0 to 10: 9", 10, 0.9),
+        ("Score (0.0-1.0): 0.25", 1, 0.25),
+        ("Score (9)\n\n3 errors", 10, 0.9),
+        ("Score: N, from 0 to 10", 10, None),
+        ("9 of 10 points", 10, None),
+    ],
+)
+def test_the_scale_is_not_the_score(reply, best, score):
+    assert judge.score_in(reply, best) == score
+
+
 def test_the_cache_answers_after_a_restart_and_the_budget_counts_it(endpoint, tmp_path):
     file = str(tmp_path / "deep" / "judge.jsonl")
     first = [sample("worth 4"), sample("worth 6")]
@@ -113,11 +171,14 @@ def test_a_live_vllm_judges(tmp_path):
                 break
             except OSError:
                 time.sleep(0.5)
-        cfg = judge.Config(url=f"http://127.0.0.1:{port}/v1", model="m", prompt="{{ response }}", max_tokens=8)
-        made = judge.Reward(cfg, 8)
-        (found,) = made.score([sample("1+2=")]).tolist()
+        asked = {"url": f"http://127.0.0.1:{port}/v1", "model": "m", "max_tokens": 8, "retries": 0}
+        with pytest.raises(UserError, match="failed 1 times, at last with a reply without"):  # the model knows no words
+            judge.Reward(judge.Config(prompt="{{ response }}", **asked), 8).score([sample("1+2=")])
+        # The server puts the request in front of the reply.
+        echo = {"echo": True, "add_generation_prompt": False}
+        made = judge.Reward(judge.Config(prompt="Score: 7, {{ response }}", extra=echo, **asked), 8)
+        assert made.score([sample("a b")]).tolist() == pytest.approx([0.7])
         (reply,) = made.replies.known.values()
-        assert found == judge.score_in(reply.text, 10.0)
         assert reply.tokens > 4  # of the request, and some of the reply
     finally:
         os.killpg(server.pid, 9)

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ class Rows:
       answer_key: column with the reference answer; empty: recognised, or none where prompt_key is given.
       limit: use the first rows only; 0: all.
       where: use only rows whose columns have these values, for example {source: AIME2025}.
-      leave_out: rows whose column `id` is one of these are not used.
+      leave_out: rows whose column `id`, as text, is one of these are not used; each must be the id of a row.
     """
 
     prompt_key: str = ""
@@ -88,6 +89,8 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "conversation": ("messages", ""),
     "text": ("text", ""),
 }
+# Groups of three digits with commas between them, on their own: "[1,234" begins an interval, "1,234,5" is a list.
+_THOUSANDS = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _PIECE = 4000  # characters of a text that are one row, at least
 
 
@@ -95,23 +98,23 @@ class Source:
     """All usable prompts of a split, read and tokenized once (see `PromptSource`).
 
     Raises:
-      UserError: the data set is empty, none of its rows is usable, or a row is malformed.
+      UserError: the data set is empty, none of its rows is usable, a row is malformed, or `leave_out` names none.
     """
 
     def __init__(self, cfg: Any, template: Template, split: Split, holdout: float):
         self.skipped, self.notes = Skipped(), template.notes
         self.prompts: list[Prompt] = []
         hasher = hashlib.blake2b(digest_size=8)
-        rows = 0
+        rows, unseen = 0, set(cfg.leave_out)
         for name, reader in cfg.parts():
             columns: tuple[str, str] | None = None
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
+                    unseen.clear()  # they may be ids of the rows that are not read
                     break
-                if (
-                    any(str(row.get(key)) != value for key, value in cfg.where.items())
-                    or row.get("id") in cfg.leave_out
-                ):
+                row_id = str(row.get("id"))
+                unseen.discard(row_id)
+                if row_id in cfg.leave_out or any(str(row.get(key)) != value for key, value in cfg.where.items()):
                     continue
                 rows += 1
                 question, answer, columns = _asked(cfg, row, place, columns)
@@ -129,6 +132,11 @@ class Source:
                     said = tuple(said_in(question))
                     made = Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta, messages=said)
                     self.prompts.append(made)
+        if unseen:
+            raise UserError(
+                f"{cfg.path}: no row has the id {' or '.join(map(repr, sorted(unseen)))} in its column `id`; correct or"
+                " remove these entries of leave_out."
+            )
         if rows == 0:
             raise UserError(f"{cfg.path}: the data set is empty; it needs at least one row.")
         if not self.prompts and split != "heldout":
@@ -159,11 +167,12 @@ def names(files: Sequence[str]) -> list[str]:
 def final_answer(text: str) -> str:
     """Extracts the final answer: GSM8K's "...#### 1,234" -> "1234"; any other text is only stripped.
 
-    https://github.com/openai/grade-school-math: the final answer follows "####".
+    https://github.com/openai/grade-school-math: the final answer follows "####". The commas of a list, a pair or an
+    interval stay: "1, 2, 3", "1,2,3", "(100,200)".
     """
     if "####" not in text:
         return text.strip()
-    return text.rsplit("####", 1)[1].strip().replace(",", "")
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text.rsplit("####", 1)[1].strip())
 
 
 def _expand(path: str) -> list[str]:
