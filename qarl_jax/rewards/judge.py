@@ -8,9 +8,10 @@ The judge gets `prompt`, a Jinja template that sees `question`, `response`, `ans
 reply in "Score: N", N from 0 to `best`. The reward is N / best, within 0 and 1.
 
 A request that fails is sent again, after longer and longer pauses; a reply without content or without a score is a
-failure. One that keeps failing stops the run, because a reward that silently became 0 would be worse. Equal requests
-are sent once; with `cache` across runs and restarts, too. The budget counts what the cache's file has already paid for.
-The response is a policy's words, which may ask the judge for a good score: prefer a verifier where there is one.
+failure. One that keeps failing stops the run, because a reward that silently became 0 would be worse. A whole reply
+without a score gives 0 after the last retry, and a warning: the policy's words may have led to it. Equal requests are
+sent once; with `cache` across runs and restarts, too. The budget counts what the cache's file has already paid for. The
+response is a policy's words, which may ask the judge for a good score: prefer a verifier where there is one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -186,7 +188,7 @@ class Reward(BaseReward):
                 raise
         out = np.zeros(len(samples), np.float32)
         for i, key in keys.items():
-            out[i] = score_in(known[key].text, self.cfg.best)
+            out[i] = score_in(known[key].text, self.cfg.best) or 0.0
         return out
 
     def _body(self, sample: Sample) -> bytes:
@@ -224,14 +226,14 @@ def post(cfg: Config, body: bytes) -> Reply:
     """Sends a request, and retries while the endpoint is busy or cannot be reached, or its reply has no score.
 
     Raises:
-      UserError: the endpoint refuses the request, or the last retry failed.
+      UserError: the endpoint refuses the request, or the last retry failed; a whole reply without a score is returned.
     """
     key = os.environ.get(cfg.key_env, "")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{cfg.url.rstrip('/')}/chat/completions", data=body, headers=headers)
     tokens = 0
     for attempt in range(cfg.retries + 1):
-        pause = min(_LONGEST_PAUSE_S, 0.5 * 2**attempt)
+        pause, unscored = min(_LONGEST_PAUSE_S, 0.5 * 2**attempt), None
         try:
             with urllib.request.urlopen(request, timeout=cfg.timeout_s) as answer:
                 said = json.load(answer)
@@ -240,6 +242,8 @@ def post(cfg: Config, body: bytes) -> Reply:
             tokens += int((said.get("usage") or {}).get("total_tokens") or 0)
             if isinstance(text, str) and score_in(text, cfg.best) is not None:
                 return Reply(text, tokens)
+            if isinstance(text, str) and text.strip() and choice.get("finish_reason") != "length":
+                unscored = Reply(text, tokens)
             reason = _useless(text, choice.get("finish_reason"))
         except urllib.error.HTTPError as error:
             reason = f"HTTP {error.code}: {error.read(300).decode(errors='replace').strip()}"
@@ -251,6 +255,9 @@ def post(cfg: Config, body: bytes) -> Reply:
             reason = f"{type(error).__name__}: {error}"
         if attempt < cfg.retries:
             time.sleep(pause)
+    if unscored is not None:  # the policy's words may have led to it, and must not stop a run
+        warnings.warn(f"the judge at {cfg.url} gave {reason}. The response's reward is 0.", stacklevel=2)
+        return unscored
     raise UserError(f"the judge at {cfg.url} failed {cfg.retries + 1} times, at last with {reason}.")
 
 

@@ -75,11 +75,10 @@ CUT = {"message": {"content": "I begin with"}, "finish_reason": "length"}
     [
         (THOUGHT, r"a reply without content, cut off by max_tokens; raise reward\.max_tokens, or turn the judge's"),
         (SILENT, r"a reply without content; see what the judge answers"),
-        (SCORELESS, r"a reply without a score, which ends in 'Good work\.'; have reward\.prompt ask"),
         (CUT, r"a reply without a score, which ends in 'I begin with', cut off by max_tokens; raise"),
     ],
 )
-def test_a_reply_without_a_score_is_a_failure_that_no_cache_keeps(endpoint, tmp_path, choice, says):
+def test_a_reply_without_content_or_that_is_cut_off_is_a_failure_that_no_cache_keeps(endpoint, tmp_path, choice, says):
     file = tmp_path / "judge.jsonl"
     endpoint.choices.extend([choice] * 2)
     with pytest.raises(UserError, match=rf"failed 2 times, at last with {says}"):
@@ -91,6 +90,15 @@ def test_a_reply_without_a_score_is_a_failure_that_no_cache_keeps(endpoint, tmp_
     assert asked.replies.tokens == 20  # the failed reply's are paid for, too
     assert reward(endpoint, cache=str(file)).score([sample("worth 5")]).tolist() == [0.5]
     assert len(endpoint.bodies) == 4
+
+
+def test_a_whole_reply_without_a_score_is_asked_for_again_and_then_gives_0_with_a_warning(endpoint):
+    endpoint.choices.extend([SCORELESS] * 2)
+    asked = reward(endpoint, retries=1)
+    with pytest.warns(UserWarning, match=r"a reply without a score, which ends in 'Good work\.'; .*reward is 0"):
+        assert asked.score([sample("worth 5")]).tolist() == [0]
+    assert (len(endpoint.bodies), asked.replies.tokens) == (2, 20)
+    assert asked.score([sample("worth 5")]).tolist() == [0.5]
 
 
 def test_replies_without_a_score_in_a_cache_are_asked_for_again(endpoint, tmp_path):
