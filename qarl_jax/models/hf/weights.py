@@ -212,7 +212,8 @@ def check_head(checkpoint: Checkpoint, config: ModelConfig, where: str) -> None:
     Raises:
       UserError: the head has other values.
     """
-    if not config.tie_embeddings or "lm_head.weight" not in checkpoint:
+    tied = json.loads(config.hf_config).get("tie_word_embeddings")  # a critic's config has no head whatever this says
+    if not tied or "lm_head.weight" not in checkpoint:
         return
     embedding = str(hf_names(config)["embed.kernel"])
     shape = config.vocab_size, config.hidden_size
