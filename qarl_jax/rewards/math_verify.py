@@ -186,7 +186,8 @@ def settled(given: str, expected: str) -> bool | None:
     based = [_BASED.fullmatch(text.strip()) for text in (given, expected)]
     if based[0] and based[1]:
         return based[0].groups() == based[1].groups()
-    if extract.number(expected) is not None and _MANY.search(given[:MAX_CHARS].strip()):
+    given_many = _MANY.search(given[:MAX_CHARS].strip())
+    if extract.number(expected) is not None and (given_many or extract.is_other_number(given)):
         return False
     exact = [_scientific(text) for text in (given, expected)]
     if exact != [None, None]:

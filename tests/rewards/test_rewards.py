@@ -201,6 +201,9 @@ def test_overlong_follows_the_limit_a_response_had():
         ("\\boxed{50\\%}", "50", 1),
         ("\\boxed{50\\%}", "0.5", 1),
         ("I do not know.", "42", 0),
+        ("\\boxed{2 thirds}", "2", 0),
+        ("\\boxed{7 wrong}", "7", 0),
+        ("\\boxed{18 apples}", "18", 1),
     ],
 )
 def test_math_verify_table(math_reward, text, answer, expected):
