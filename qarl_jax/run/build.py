@@ -100,11 +100,12 @@ def model_config(
             f"quant.backward={cfg.quant.backward} has no products of experts, and {cfg.model.path} is a MoE model: set"
             " quant.backward=bf16."
         )
+    names = models.module_names(made) if cfg.quant.rules else ()
     for number, rule in enumerate(cfg.quant.rules):
-        if not any(re.search(rule.match, name) for name in models.module_names(made)):
+        if not any(re.search(rule.match, name) for name in names):
             raise UserError(
                 f"quant.rules[{number}]: {rule.match!r} is found in no name of {cfg.model.path}'s weights; layer 0 has"
-                f" {', '.join(name for name in models.module_names(made) if '.layers.0.' in name)[:300]}."
+                f" {', '.join(name for name in names if '.layers.0.' in name)[:300]}."
             )
     return made if cfg.lora is None else made.with_ignored
 

@@ -51,6 +51,7 @@ def hf_names(config: ModelConfig) -> dict[str, np.ndarray]:
     return dict(_names(config))
 
 
+@functools.lru_cache(maxsize=32)
 def module_names(config: ModelConfig) -> tuple[str, ...]:
     """Lists the Hugging Face names of the modules that `quant.rules` may name: linear maps, embedding and head."""
     names = hf_names(config)
