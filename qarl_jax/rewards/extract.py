@@ -220,12 +220,16 @@ def same(given: str, expected: str) -> bool:
         return True
     a, b = number(left), number(right)
     if a is None and b is not None and (measured := _MEASURED.fullmatch(_bare(given))):
-        a = number(measured[1]) if len(measured[2].split()) <= 4 and not is_other_number(given) else None
+        a = number(measured[1]) if len(measured[2].split()) <= 4 and not _makes_another(measured[2]) else None
     return a is not None and a == b
 
 
 def is_other_number(given: str) -> bool:
     """Tells whether the words behind a number make it another: "2 thirds", "3 squared", "5 pairs", "7 wrong"."""
     measured = _MEASURED.fullmatch(_bare(given))
-    words = measured[2].split() if measured else []
-    return bool(_OTHER_VALUE.search(" ".join(word if len(word) == 1 else word.lower() for word in words)))
+    return measured is not None and _makes_another(measured[2])
+
+
+def _makes_another(words: str) -> bool:
+    """Tells whether words behind a number make it another."""
+    return bool(_OTHER_VALUE.search(" ".join(word if len(word) == 1 else word.lower() for word in words.split())))
