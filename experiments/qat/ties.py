@@ -34,8 +34,9 @@ def main() -> None:
     print(json.dumps({"full": distill.perplexity(graphdef, masters, heldout, 4), "heldout": heldout.shape}))
     for scheme in SCHEMES:
         own, line, decoded = models.with_scheme(graphdef, models.parse_rules(scheme)), {"scheme": scheme}, []
-        for name, asym_grid.round_half_up in ROUNDED.items():
-            jax.clear_caches()
+        for name, rounding in ROUNDED.items():
+            asym_grid.round_half_up = rounding
+            jax.clear_caches()  # compiled programs round by the other
             line[name] = distill.perplexity(own, masters, heldout, 4)
             found = jax.tree.leaves(models.quantize_params(own, masters), is_leaf=lambda x: hasattr(x, "codes"))
             decoded.append([dequantize(x, jnp.float32) for x in found])

@@ -173,7 +173,7 @@ def test_each_source_has_its_own_reward_and_metrics():
     assert dynamic_sampling.informative(groups, terms, "exact#2").tolist() == [True, False]
 
 
-def test_a_mix_is_evaluated_in_parts_by_their_own_verifiers():
+def test_each_part_of_a_mix_is_evaluated_by_its_own_verifier():
     source = mix.Source({"math": Source(6), "code": Source(3)})
     order = source.interleaved()
     assert sorted(order) == list(range(9))
