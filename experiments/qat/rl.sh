@@ -27,10 +27,10 @@ elif [ "$start" != rounding ]; then
   exit 2
 fi
 more=(train.steps=30 eval.every=30)
-[ -z "${TINY:-}" ] || more=(train.steps=2 eval.every=0 eval.at_end=false train.prompts_per_step=2 train.prompts_per_update=1
-  rollout.num_samples_per_prompt=2 rollout.max_response_len=8 rollout.engine.max_model_len=400 rollout.engine.max_num_seqs=8
-  rollout.engine.kv_cache_gb=0.3 rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128
-  train.entropy_coef=0.01)
+if [ -n "${TINY:-}" ]; then
+  source experiments/qwen25_coder/tiny.sh
+  more=("${tiny_step[@]}" train.steps=2 eval.every=0 eval.at_end=false)
+fi
 overrides=() runs=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1") && shift; done
 [ $# -eq 0 ] || { shift && overrides=("$@"); }

@@ -6,10 +6,8 @@ more=() least=${LEAST:-450}
 [ -z "${RUNS:-}" ] || read -r -a runs <<<"$RUNS"
 if [ -n "${TINY:-}" ]; then
   runs=(nvfp4_aqn:1 w4a16:1 bf16:1) least=1
-  more=(train.steps=2 train.prompts_per_step=2 train.prompts_per_update=1 rollout.num_samples_per_prompt=2 eval.num_prompts=2
-    rollout.max_response_len=8 rollout.engine.max_model_len=400 rollout.engine.max_num_seqs=8 rollout.engine.kv_cache_gb=0.3
-    rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128 eval.num_samples=2
-    train.entropy_coef=0.01) # a gradient, whatever the reward
+  source experiments/qwen25_coder/tiny.sh
+  more=("${tiny_step[@]}" train.steps=2 eval.num_prompts=2 eval.num_samples=2)
 else
   bash benchmarks/offline_host.sh await "$model/model.safetensors"
   # On a GPU of 141 GB each of five runs has 11.2 GiB for its learner, which is planned to take 7.

@@ -28,10 +28,8 @@ fi
 if [ -n "$tiny" ]; then
   export JOBS=1 LEAST=1
   model=$MODELS/qwen25-coder-0.5b runs=(qarl_w4a16:1 rollout_w4a16_grpo:1 bf16_grpo:1 qarl_w8a8:1 base:w8a8)
-  more=(train.steps=1 train.prompts_per_step=2 train.prompts_per_update=1 rollout.num_samples_per_prompt=2
-    rollout.max_response_len=8 rollout.engine.max_model_len=400 rollout.engine.max_num_seqs=8 rollout.engine.kv_cache_gb=0.3
-    rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128
-    train.entropy_coef=0.01) # a gradient, whatever the reward
+  source experiments/qwen25_coder/tiny.sh
+  more=("${tiny_step[@]}" train.steps=1)
   gpus=1
 else
   until [ -e "$SITE/installed" ]; do sleep 0.5; done

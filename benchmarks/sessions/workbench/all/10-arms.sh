@@ -8,10 +8,8 @@ arms=(bands_spread:1 bands_length:1 dppo_tv:1 dppo_kl:1 ais:1 self_distillation:
 if [ -n "$tiny" ]; then
   export JOBS=1 LEAST=1
   model=$MODELS/smollm2-135m teacher=$model neighbours=()
-  more=(quant.group_size=64 train.steps=1 train.prompts_per_step=2 train.prompts_per_update=1 rollout.num_samples_per_prompt=2
-    rollout.max_response_len=8 rollout.engine.max_model_len=400 rollout.engine.max_num_seqs=8 rollout.engine.kv_cache_gb=0.3
-    rollout.engine.threads=1 train.micro_batch_rows=1 train.row_len=512 train.logprob_chunk=128 eval.every=0 eval.at_end=false
-    train.entropy_coef=0.01) # a gradient, whatever the reward
+  source experiments/qwen25_coder/tiny.sh
+  more=("${tiny_step[@]}" quant.group_size=64 train.steps=1 eval.every=0 eval.at_end=false)
 else
   bash benchmarks/offline_host.sh await "$model/model.safetensors" "$teacher/model.safetensors"
   gpus=$(nvidia-smi --list-gpus | wc -l)
