@@ -6,8 +6,9 @@
 #   bash experiments/qat/rl.sh WORK SECONDS rounding|training ARM:SEED... [-- override...]
 #   JOBS=3 bash experiments/qat/rl.sh /tmp/rl 1500 training qarl_w4a16:{1,2,3} rollout_w4a16_grpo:1
 #
-# `training` first makes WORK/model by qat, with TEXT (experiments/qat/text.py makes it). BITS: 2 or 3 (2). ARMs are files of
-# configs/qwen25_coder_0p5b; `base:w2a16_asym:g32` judges the beginning. MODEL, JOBS and the rest: experiments/qwen25_coder/stretch.sh.
+# `training` first makes WORK/model by qat, of the model's own answers to training questions (answers.py; PLAN.md, departures).
+# BITS: 2 or 3 (2). ARMs are files of configs/qwen25_coder_0p5b; `base:w2a16_asym:g32` judges the beginning. MODEL, JOBS and the
+# rest: experiments/qwen25_coder/stretch.sh.
 # TINY=1: the shortest training and two short steps.
 set -euo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take} start=${3:?rounding or training}
@@ -15,11 +16,21 @@ shift 3
 cd "$(dirname "$0")/../.."
 bits=${BITS:-2} began=$SECONDS model=${MODEL:-models/qwen25-coder-0.5b}
 mkdir -p "$work"
+python=${PYTHON:-python3} answers=$work/answers.jsonl
 if [ "$start" = training ]; then
   stages='["w8a16_asym:g32", "w4a16_asym:g32", "w2a16_asym:g32"]' size=(text.rows=1024)
-  [ -z "${TINY:-}" ] || size=(text.rows=8 text.row_len=64 text.heldout=2 distill=null)
+  drawn=(train.prompts_per_step=1024 train.prompts_per_update=1024 rollout.num_samples_per_prompt=2 eval.every=0)
+  if [ -n "${TINY:-}" ]; then
+    source experiments/qwen25_coder/tiny.sh
+    size=(text.rows=8 text.row_len=64 text.heldout=2 distill=null data.holdout=0.3)
+    drawn=("${tiny_step[@]}" train.prompts_per_step=8 train.prompts_per_update=8 rollout.max_response_len=256
+      rollout.engine.max_model_len=640 train.row_len=640 eval.every=0)
+  fi
+  [ -e "$answers" ] || XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" experiments/qat/answers.py "$answers" \
+    configs/qwen25_coder_0p5b/bf16_grpo.yaml model.path="$model" "${drawn[@]}" >"$work/answers.log" 2>&1
   [ -e "$work/model" ] || XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" \
-    "${PYTHON:-python3}" -m qarl_jax.qat --config configs/qat/smollm2_135m_gpu.yaml data.source.path="${TEXT:?text to train on}" \
+    "$python" -m qarl_jax.qat --config configs/qat/smollm2_135m_gpu.yaml data.source.path="$answers" data.template=chat \
+    data.system='Please reason step by step, and put your final answer within \boxed{}.' \
     model.path="$model" "stages=${stages//w2/w$bits}" "${size[@]}" out="$work/model" >>"$work/qat.log" 2>&1
   model=$work/model
 elif [ "$start" != rounding ]; then

@@ -1,7 +1,7 @@
 # RL of the real 0.5B at two bits (experiments/qat/PLAN.md) in the time that is left: from training, about ten minutes of it, then from
 # rounding (START), three runs at a time. RUNS chooses arms and seeds. MODELS holds qwen25-coder-0.5b. TINY=1 RESULTS=DIR MODELS=DIR
 # tries it on a CPU.
-model=$MODELS/qwen25-coder-0.5b text=$RESULTS/text.jsonl runs=(qarl_w4a16:{1,2,3} rollout_w4a16_grpo:{1,2,3} base:w2a16_asym:g32)
+model=$MODELS/qwen25-coder-0.5b runs=(qarl_w4a16:{1,2,3} rollout_w4a16_grpo:{1,2,3} base:w2a16_asym:g32)
 export JOBS=${JOBS:-3}
 [ -z "${RUNS:-}" ] || read -r -a runs <<<"$RUNS"
 if [ -n "${TINY:-}" ]; then
@@ -9,8 +9,7 @@ if [ -n "${TINY:-}" ]; then
 else
   bash benchmarks/offline_host.sh await "$model/ready"
 fi
-[ -e "$text" ] || { python3 experiments/qat/text.py "$text.part" --stdlib --packages numpy jax torch && mv "$text.part" "$text"; }
 for start in ${START:-training rounding}; do
   left=$(($(bash benchmarks/offline_host.sh left) - 5))
-  MODEL=$model TEXT=$text bash experiments/qat/rl.sh "$RESULTS/$start" $((left < 100000 ? left : 100000)) "$start" "${runs[@]}"
+  MODEL=$model bash experiments/qat/rl.sh "$RESULTS/$start" $((left < 100000 ? left : 100000)) "$start" "${runs[@]}"
 done
