@@ -18,7 +18,7 @@ bits=${BITS:-2} began=$SECONDS model=${MODEL:-models/qwen25-coder-0.5b}
 mkdir -p "$work"
 python=${PYTHON:-python3} answers=$work/answers.jsonl
 if [ "$start" = training ]; then
-  stages='["w8a16_asym:g32", "w4a16_asym:g32", "w2a16_asym:g32"]' size=(text.rows=1024)
+  stages='["w8a16_asym:g32", "w4a16_asym:g32", "w2a16_asym:g32"]' size=(text.rows=1024 data.holdout=0.1)
   drawn=(train.prompts_per_step=1024 train.prompts_per_update=1024 rollout.num_samples_per_prompt=2 eval.every=0)
   if [ -n "${TINY:-}" ]; then
     source experiments/qwen25_coder/tiny.sh
