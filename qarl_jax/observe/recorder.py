@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import logging
@@ -30,7 +29,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import jax
 
@@ -39,6 +38,7 @@ from qarl_jax.metrics import Max, Mean, values
 from qarl_jax.observe.phases import Spans
 from qarl_jax.observe.terminal import make_view
 from qarl_jax.observe.trackers import TRACKERS, watched
+from qarl_jax.runtime import locks
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
 log = logging.getLogger(__name__)
@@ -301,7 +301,8 @@ class Observer:
         self.config = config or Config()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = _own(self.run_dir / ".lock")
+            what = f"The run directory {self.run_dir}"
+            self._lock = locks.own(self.run_dir / ".lock", what, "give this run another run_dir")
         except OSError as error:
             raise UserError(
                 f"Cannot write to the run directory {self.run_dir}: {error.strerror or error}. Set run_dir to a folder"
@@ -485,26 +486,3 @@ class Silent:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-
-
-def _own(path: Path) -> TextIO:
-    """Hold a lock that the kernel releases with the process, however it ends.
-
-    A POSIX lock, not flock: that one would live on in forked reward workers that outlast a killed trainer.
-    """
-    file = path.open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        raise UserError(
-            f"The run directory {path.parent} is in use by process {owner}: stop it, or give this run another run_dir."
-        ) from None
-    except OSError as error:
-        log.warning("No lock on %s (%s): make sure that no second trainer uses this directory.", path.parent, error)
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file

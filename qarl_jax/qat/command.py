@@ -12,6 +12,7 @@ Work in progress is kept in OUT.work. The same command resumes it, with equal bi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -32,7 +33,7 @@ from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
 from qarl_jax.quant import check_quantizable
 from qarl_jax.run import export, made, on_disk
-from qarl_jax.runtime import progress
+from qarl_jax.runtime import locks, progress
 from qarl_jax.typed_config import load
 from qarl_jax.types import UserError, at_least, check_seed, entry_point
 
@@ -165,7 +166,12 @@ class Config:
 
 def start_over(cfg: Config) -> None:
     """Removes work in progress."""
-    shutil.rmtree(cfg.work, ignore_errors=True)
+    with _owned(cfg):
+        shutil.rmtree(cfg.work, ignore_errors=True)
+
+
+def _owned(cfg: Config) -> contextlib.AbstractContextManager[None]:
+    return locks.owned(cfg.work, f"The training in {cfg.work}", "name another out")
 
 
 def _job(cfg: Config) -> Job:
@@ -220,7 +226,11 @@ def _check_weights(config: models.ModelConfig, stages: Sequence[Any]) -> None:
 def run(cfg: Config) -> None:
     """Trains the model of a config, or resumes it, and writes the resulting folder."""
     made.check_ours(cfg.out, RECEIPT)
-    job = _job(cfg)
+    with _owned(cfg):
+        _run(cfg, _job(cfg))
+
+
+def _run(cfg: Config, job: Job) -> None:
     updates = job.updates if cfg.train is not None else 0
     updates += cfg.plan(cfg.distill).updates if cfg.distill is not None else 0
     perplexity, facts = dict[str, float](), dict[str, Any]()

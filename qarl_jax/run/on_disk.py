@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl_jax.runtime import locks
 from qarl_jax.types import UserError
 
 log = logging.getLogger(__name__)
@@ -40,22 +41,22 @@ def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replace
     if not replaces and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{option}{target} exists and is not an empty folder; name another one.")
     staging = target.with_name(target.name + ".partial")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"{option}{target} cannot be written: {error.strerror or error}. Name a folder of yours."
-        ) from None
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locks.owned(target, f"{option}{target}", "name another folder"))
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+        except OSError as error:
+            raise UserError(
+                f"{option}{target} cannot be written: {error.strerror or error}. Name a folder of yours."
+            ) from None
+        stack.callback(shutil.rmtree, staging, ignore_errors=True)
         yield staging
         if replaces:
             shutil.rmtree(target, ignore_errors=True)
         elif target.exists():
             target.rmdir()
         os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 class DamagedCheckpointError(UserError):
