@@ -3,7 +3,7 @@
 """Block-wise progressive training (Bit-by-Bit, arXiv 2604.07888): one layer at a time, one scheme after the other.
 
     x_full ──► layer in full precision ──► target           loss = |layer_low(x_low) - target|^2 / |target|^2
-    x_low  ──► the same layer, low-bit ──► output           per token, then the mean over tokens
+    x_low  ──► the same layer, low-bit ──► output           per token, then the mean of log(1 + loss) over tokens
 
     for each layer:  masters from the checkpoint
         for each scheme (w8 -> w4 -> w2, then activations):  epochs over all rows, a fresh optimizer
@@ -14,7 +14,8 @@ A layer's inputs come from the quantized layers before it, so it also learns to 
 **Our reading.** A layer goes through all schemes before the next layer begins, so that it is trained on the outputs of
 the final layers before it. The descriptions that we know leave open whether the whole model goes through a scheme
 first. Each scheme starts from the masters of the one before. The error is relative per token, because in plain squares
-a few tokens with activations a thousand times larger would outweigh all others.
+a few tokens with activations a thousand times larger would outweigh all others. The logarithm stops such a token from
+outweighing all others where only the low-bit layers make it large: its error is 10^4 and more then.
 
 **Memory.** Training needs memory for one layer with its optimizer, and for the rows of one update. Layers' inputs are
 kept in files, one tensor [2, T, D] per row: the two tensors of `Transformer.through`. A GPU or TPU holds them in memory
@@ -146,9 +147,9 @@ def as_stored(params: nnx.State) -> nnx.State:
 
 
 def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
-    """Computes |output - target|^2 / |target|^2 of each token, and returns the mean over tokens."""
+    """Computes e = |output - target|^2 / |target|^2 of each token, and returns the mean of log(1 + e) over tokens."""
     ours, theirs = _sum(stream), _sum(target)
-    return jnp.mean(jnp.sum((ours - theirs) ** 2, -1) / (jnp.sum(theirs**2, -1) + 1e-12))
+    return jnp.mean(jnp.log1p(jnp.sum((ours - theirs) ** 2, -1) / (jnp.sum(theirs**2, -1) + 1e-12)))
 
 
 _error = jax.jit(relative_error)
@@ -337,35 +338,36 @@ class Blocks:
         served = dataclasses.replace(own, quant=job.served)
         fixed, params = (part_of(params, wanted) for wanted in (is_fixed, lambda path: not is_fixed(path)))
         inputs = lambda rows: (fixed, low(rows), target(rows))  # noqa: E731
-        losses = []
+        stages = []
         for number, config in enumerate(configs):
             trainer = _trainer(config, job.optimizer, job.plan, job.every, job.widths)
-            folder = job.work / f"{layer:05d}.stage_{number}"
-            params, found = trainer.fit(params, inputs, folder, self.task)
-            few = max(1, len(found) // 8)
-            losses.append([float(np.mean(found[:few])), float(np.mean(found[-few:]))])
+            before = self._heldout(lambda rows: trainer.measure(params, *inputs(rows)))  # noqa: B023
+            params, _ = trainer.fit(params, inputs, job.work / f"{layer:05d}.stage_{number}", self.task)
+            stages.append([before, self._heldout(lambda rows: trainer.measure(params, *inputs(rows)))])  # noqa: B023
         params = united(params, fixed)
         tensors = dict(layer_tensors(params, job.trained, layer, jnp.bfloat16))
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
         self._send(served, as_stored(params), layer, "trained")
-        record = {"layer": layer, "losses": losses} | {kind: self._lost(kind) for kind in STREAMS[1:]}
+        record = {"layer": layer, "stages": stages}
+        for kind in STREAMS[1:]:
+            ours = self.streams[kind]
+            record[kind] = self._heldout(lambda rows: _error(ours(rows), target(rows)))  # noqa: B023
         self._tell(record)
         return record
 
-    def _lost(self, stream: str) -> float:
-        """Relative error of a stream's held-out rows."""
-        ours, theirs = self.streams[stream], self.streams["full"]
-        found = [(len(some), _error(ours(some), theirs(some))) for some in batches(self.heldout, self.job.plan.batch)]
-        return float(sum(n * float(error) for n, error in found) / len(self.heldout))
+    def _heldout(self, error: Callable[[Sequence[int]], jax.Array]) -> float:
+        """The mean of an error over the held-out rows."""
+        found = [(len(rows), error(rows)) for rows in batches(self.heldout, self.job.plan.batch)]
+        return float(sum(n * float(one) for n, one in found) / len(self.heldout))
 
     def _tell(self, record: dict[str, Any]) -> None:
         seconds, done = time.monotonic() - self.began, self.task.done - self.before
         left = seconds / done * (self.job.updates - self.task.done) if done else 0.0
-        through = ", ".join(f"{first:.5f} -> {last:.5f}" for first, last in record["losses"])
+        through = ", ".join(f"{before:.5f} -> {after:.5f}" for before, after in record["stages"])
         self.say(
-            f"qat block {record['layer'] + 1} of {self.job.config.num_layers}  loss {through}  held out:"
-            f" {record['trained']:.5f}, rounded {record['rounded']:.5f}  {seconds:.0f} s, {left:.0f} s left"
+            f"qat block {record['layer'] + 1} of {self.job.config.num_layers}  held out {through};"
+            f" rounded {record['rounded']:.5f}  {seconds:.0f} s, {left:.0f} s left"
         )
 
     def tail(self) -> tuple[jax.Array, jax.Array]:

@@ -84,6 +84,11 @@ class Trainer:
         self.optimizer = leafwise.Optimizer(optimizer, plan.updates)
         self.saving = checkpoint.Config(every=every, keep=2, asynchronous=False)
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        self.measure = jax.jit(self._measure)
+
+    def _measure(self, params: Any, *inputs: Any) -> jax.Array:
+        """Computes the loss without an update."""
+        return self.loss(params, models.quantize_params(self.graphdef, params), *inputs)
 
     def _step(self, params: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any, jax.Array]:
         qweights = models.quantize_params(self.graphdef, params)

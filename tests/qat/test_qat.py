@@ -77,8 +77,8 @@ def test_every_block_loses_less_than_by_rounding_on_held_out_rows(trained):
     assert [record["layer"] for record in records] == [0, 1]
     for record in records:
         assert record["trained"] < 0.8 * record["rounded"]
-        first, last = record["losses"][-1]
-        assert last < first
+        before, after = record["stages"][-1]
+        assert after < before
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_weights_go_down_to_two_bits_and_then_activations(world):
     stages = ["w8a16_asym", "w4a16_asym", "w2a16_asym", "w2a2"]
     assert run(world, tree(world, "activations", stages=stages)) == 0
     for record in made.read_receipt(world.folder / "activations", "qat.json")["blocks"]:
-        ends = [last for _, last in record["losses"]]
+        ends = [after for _, after in record["stages"]]
         assert len(ends) == 4
         assert ends[1] < ends[2] < ends[3]
         assert record["trained"] < record["rounded"]
@@ -300,6 +300,22 @@ def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinishe
     assert "unfinished training of another config" in capsys.readouterr().err
     command.start_over(cfg)
     assert not cfg.work.exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--force",)])
+def test_a_second_process_is_refused_while_the_first_trains(world, unfinished, arguments, capsys):
+    values, cfg, _ = unfinished
+    code = "from qarl_jax.qat import command; from qarl_jax.typed_config import load; "
+    code += f"held = command._owned(load.load(command.Config, {str(_file(world, values))!r}))"
+    code += "; held.__enter__(); print(1, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=tiny.environment(), **pipes) as first:
+        assert first.stdout.readline() == b"1\n"
+        assert run(world, values, *arguments) == 2
+        assert f"{cfg.work} is in use by process {first.pid}: stop it, or name another out." in capsys.readouterr().err
+        assert list(cfg.work.iterdir())
+        first.kill()
+    assert run(world, values) == 0
 
 
 def test_damaged_work_is_told(unfinished):
