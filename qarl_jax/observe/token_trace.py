@@ -19,7 +19,6 @@ Numbers are rounded to six digits: enough to tell 1.0003 from 1.0004, and half t
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,7 +183,10 @@ def _texts(tokenizer: Tokenizer, response: Sequence[int], at: np.ndarray, cut: i
 
 
 def _rounded(values: Any) -> Any:
-    """Six digits; JSON has no infinity, so what is not finite is None."""
-    if np.ndim(values):  # as Python's floats at once: numpy's are slow one by one
-        return [_rounded(value) for value in np.asarray(values, np.float64).tolist()]
-    return float(f"{float(values):.6g}") if math.isfinite(values) else None
+    """Rounds a number or an array to six digits; JSON has no infinity, so what is not finite is None."""
+    x = np.asarray(values, np.float64)
+    with np.errstate(all="ignore"):
+        power = np.clip(5 - np.floor(np.log10(np.abs(x))), -300, 300)
+        up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)
+        rounded = np.round(x * up / down) / up * down  # a whole number over a power of ten: few digits in JSON
+    return np.where(np.isfinite(rounded), rounded.astype(object), None).tolist()
