@@ -167,7 +167,16 @@ def fingerprint(cfg: Config) -> str:
 
 
 def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a prompt with its answer, and per token whether it is trained on."""
+    """Returns the token ids of a prompt with its answer, and per token whether it is trained on.
+
+    Raises:
+      UserError: the answer is empty, so that the stop token alone would be learned.
+    """
+    if not answer:
+        raise UserError(
+            f"prompt {prompt.uid} has no answer to imitate: name the answers' column in data.source.answer_key, or let"
+            " the row's conversation end with a message of the assistant."
+        )
     said = [*tokenizer.encode(answer, add_special_tokens=False), stop]
     return [*prompt.tokens, *said], [False] * len(prompt.tokens) + [True] * len(said)
 

@@ -129,6 +129,14 @@ def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
         sft.rows_of([(range(5), [True] * 5)], 4)
 
 
+def test_a_row_without_an_answer_is_refused(folder, capsys):
+    (folder / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "3+4="}]}\n')
+    values = tree(folder, "asked", train={"updates": 1, "rows": 1, "row_len": 8})
+    values["data"]["source"]["path"] = str(folder / "asked.jsonl")
+    assert run(folder, values, name="asked.yaml") == 2
+    assert "error: prompt asked/1 has no answer to imitate: " in capsys.readouterr().err
+
+
 def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
     logprobs = jnp.asarray([[-9.0, -1.0, -2.0], [jnp.nan, -6.0, -9.0]])
     mask = jnp.asarray([[False, True, True], [False, True, False]])
