@@ -118,6 +118,9 @@ class Config:
             )
         if self.lora is not None and (self.model.path is None or self.lora.train_norms or self.lora.init is not None):
             raise UserError("lora: fresh adapters learn on model.path; leave out model.init, train_norms and init.")
+        for number, stage in enumerate(self.data.stages):
+            if stage.reach is not None:
+                raise UserError(f"data.stages.{number}: sft has no reward to reach; end the stage by `until`.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +223,7 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
 
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
-    stream = data.PromptStream(source, cfg.seed, cfg.train.rows)
+    stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages)
     learner = Learner(
         models.split(models.abstract_model(model_config))[0],
         loss_fn=NegativeLogLikelihood(),

@@ -11,6 +11,7 @@ import yaml
 
 from qarl_jax import data, models, sft
 from qarl_jax.run import build, export
+from qarl_jax.typed_config import load
 from qarl_jax.types import LossInputs, UserError
 from tests.reference import tiny
 
@@ -135,6 +136,26 @@ def test_a_row_without_an_answer_is_refused(folder, capsys):
     values["data"]["source"]["path"] = str(folder / "asked.jsonl")
     assert run(folder, values, name="asked.yaml") == 2
     assert "error: prompt asked/1 has no answer to imitate: " in capsys.readouterr().err
+
+
+def test_stages_weigh_the_parts_of_a_mix(folder, capsys):
+    values = tree(folder, "staged", train={"updates": 2, "rows": 4, "row_len": 8})
+    sums = values["data"].pop("source")
+    (folder / "other.jsonl").write_text("".join(f'{{"prompt": "a{i}", "answer": "b"}}\n' for i in range(10)))
+    parts = {"sums": sums, "other": {"name": "jsonl", "path": str(folder / "other.jsonl")}}
+    seen = []
+
+    def answers(prompts, rng):
+        seen.append({prompt.meta["mix_part"] for prompt in prompts})
+        return sft.own_answers(prompts, rng)
+
+    stages = [{"weights": {"sums": 1}, "until": 1}, {"weights": {"other": 1}}]
+    values["data"] |= {"source": {"name": "mix", "parts": parts}, "stages": stages}
+    sft.run(load.build(sft.Config, load.Layer(values, {(): "test"}, "test")), answers)
+    assert seen == [{"sums"}, {"other"}]
+    stages[0] = {"weights": {"sums": 1}, "reach": 0.5}
+    assert run(folder, values, name="reach.yaml") == 2
+    assert "data.stages.0: sft has no reward to reach" in capsys.readouterr().err
 
 
 def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
