@@ -223,6 +223,11 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
 
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
+    if cfg.train.rows > len(source):
+        raise UserError(
+            f"train.rows={cfg.train.rows} is more than the {len(source)} examples of the data set; lower it, or use"
+            " more data."
+        )
     stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages)
     learner = Learner(
         models.split(models.abstract_model(model_config))[0],

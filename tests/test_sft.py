@@ -183,7 +183,7 @@ def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
         ({"seed": -1}, "seed must lie in [0, 2^31), got -1"),
         ({"train": {"updates": 0}}, "train.updates must be at least 1"),
         ({"train": {"updates": 1, "rows": 4, "row_len": 4}}, "train.row_len is 4: raise it"),
-        ({"train": {"updates": 1, "rows": 101, "row_len": 8}}, "101"),
+        ({"train": {"updates": 1, "rows": 101, "row_len": 8}}, "train.rows=101 is more than the 100"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(folder, capsys, sections, expected):
