@@ -173,14 +173,20 @@ def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -
     """Returns the token ids of a prompt with its answer, and per token whether it is trained on.
 
     Raises:
-      UserError: the answer is empty, so that the stop token alone would be learned.
+      UserError: the answer is empty, so that the stop token alone would be learned, or has unknown characters.
     """
     if not answer:
         raise UserError(
             f"prompt {prompt.uid} has no answer to imitate: name the answers' column in data.source.answer_key, or let"
             " the row's conversation end with a message of the assistant."
         )
-    said = [*tokenizer.encode(answer, add_special_tokens=False), stop]
+    said = tokenizer.encode(answer, add_special_tokens=False)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in said:
+        raise UserError(
+            f"prompt {prompt.uid}: its answer has characters that the tokenizer does not know; add them to"
+            " tokenizer.alphabet, or remove the row."
+        )
+    said = [*said, stop]
     return [*prompt.tokens, *said], [False] * len(prompt.tokens) + [True] * len(said)
 
 

@@ -130,12 +130,19 @@ def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
         sft.rows_of([(range(5), [True] * 5)], 4)
 
 
-def test_a_row_without_an_answer_is_refused(folder, capsys):
-    (folder / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "3+4="}]}\n')
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"messages": [{"role": "user", "content": "3+4="}]}', "error: prompt asked/1 has no answer to imitate: "),
+        ('{"prompt": "3+4=", "answer": "7 ?"}', "error: prompt asked/1: its answer has characters that"),
+    ],
+)
+def test_a_row_whose_answer_cannot_be_imitated_is_refused(folder, capsys, row, said):
+    (folder / "asked.jsonl").write_text(row)
     values = tree(folder, "asked", train={"updates": 1, "rows": 1, "row_len": 8})
     values["data"]["source"]["path"] = str(folder / "asked.jsonl")
     assert run(folder, values, name="asked.yaml") == 2
-    assert "error: prompt asked/1 has no answer to imitate: " in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_stages_weigh_the_parts_of_a_mix(folder, capsys):
