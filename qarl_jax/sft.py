@@ -118,6 +118,9 @@ class Config:
             )
         if self.lora is not None and (self.model.path is None or self.lora.train_norms or self.lora.init is not None):
             raise UserError("lora: fresh adapters learn on model.path; leave out model.init, train_norms and init.")
+        for number, stage in enumerate(self.data.stages):
+            if stage.reach is not None:
+                raise UserError(f"data.stages.{number}: sft has no reward to reach; end the stage by `until`.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +170,23 @@ def fingerprint(cfg: Config) -> str:
 
 
 def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a prompt with its answer, and per token whether it is trained on."""
-    said = [*tokenizer.encode(answer, add_special_tokens=False), stop]
+    """Returns the token ids of a prompt with its answer, and per token whether it is trained on.
+
+    Raises:
+      UserError: the answer is empty, so that the stop token alone would be learned, or has unknown characters.
+    """
+    if not answer:
+        raise UserError(
+            f"prompt {prompt.uid} has no answer to imitate: name the answers' column in data.source.answer_key, or let"
+            " the row's conversation end with a message of the assistant."
+        )
+    said = tokenizer.encode(answer, add_special_tokens=False)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in said:
+        raise UserError(
+            f"prompt {prompt.uid}: its answer has characters that the tokenizer does not know; add them to"
+            " tokenizer.alphabet, or remove the row."
+        )
+    said = [*said, stop]
     return [*prompt.tokens, *said], [False] * len(prompt.tokens) + [True] * len(said)
 
 
@@ -211,7 +229,12 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
 
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
-    stream = data.PromptStream(source, cfg.seed, cfg.train.rows)
+    if cfg.train.rows > len(source):
+        raise UserError(
+            f"train.rows={cfg.train.rows} is more than the {len(source)} examples of the data set; lower it, or use"
+            " more data."
+        )
+    stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages)
     learner = Learner(
         models.split(models.abstract_model(model_config))[0],
         loss_fn=NegativeLogLikelihood(),

@@ -11,6 +11,7 @@ import yaml
 
 from qarl_jax import data, models, sft
 from qarl_jax.run import build, export
+from qarl_jax.typed_config import load
 from qarl_jax.types import LossInputs, UserError
 from tests.reference import tiny
 
@@ -129,6 +130,41 @@ def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
         sft.rows_of([(range(5), [True] * 5)], 4)
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"messages": [{"role": "user", "content": "3+4="}]}', "error: prompt asked/1 has no answer to imitate: "),
+        ('{"prompt": "3+4=", "answer": "7 ?"}', "error: prompt asked/1: its answer has characters that"),
+    ],
+)
+def test_a_row_whose_answer_cannot_be_imitated_is_refused(folder, capsys, row, said):
+    (folder / "asked.jsonl").write_text(row)
+    values = tree(folder, "asked", train={"updates": 1, "rows": 1, "row_len": 8})
+    values["data"]["source"]["path"] = str(folder / "asked.jsonl")
+    assert run(folder, values, name="asked.yaml") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_stages_weigh_the_parts_of_a_mix(folder, capsys):
+    values = tree(folder, "staged", train={"updates": 2, "rows": 4, "row_len": 8})
+    sums = values["data"].pop("source")
+    (folder / "other.jsonl").write_text("".join(f'{{"prompt": "a{i}", "answer": "b"}}\n' for i in range(10)))
+    parts = {"sums": sums, "other": {"name": "jsonl", "path": str(folder / "other.jsonl")}}
+    seen = []
+
+    def answers(prompts, rng):
+        seen.append({prompt.meta["mix_part"] for prompt in prompts})
+        return sft.own_answers(prompts, rng)
+
+    stages = [{"weights": {"sums": 1}, "until": 1}, {"weights": {"other": 1}}]
+    values["data"] |= {"source": {"name": "mix", "parts": parts}, "stages": stages}
+    sft.run(load.build(sft.Config, load.Layer(values, {(): "test"}, "test")), answers)
+    assert seen == [{"sums"}, {"other"}]
+    stages[0] = {"weights": {"sums": 1}, "reach": 0.5}
+    assert run(folder, values, name="reach.yaml") == 2
+    assert "data.stages.0: sft has no reward to reach" in capsys.readouterr().err
+
+
 def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
     logprobs = jnp.asarray([[-9.0, -1.0, -2.0], [jnp.nan, -6.0, -9.0]])
     mask = jnp.asarray([[False, True, True], [False, True, False]])
@@ -154,7 +190,7 @@ def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
         ({"seed": -1}, "seed must lie in [0, 2^31), got -1"),
         ({"train": {"updates": 0}}, "train.updates must be at least 1"),
         ({"train": {"updates": 1, "rows": 4, "row_len": 4}}, "train.row_len is 4: raise it"),
-        ({"train": {"updates": 1, "rows": 101, "row_len": 8}}, "101"),
+        ({"train": {"updates": 1, "rows": 101, "row_len": 8}}, "train.rows=101 is more than the 100"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(folder, capsys, sections, expected):

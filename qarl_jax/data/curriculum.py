@@ -113,9 +113,15 @@ class Curriculum:
         self._carry = np.where(weights > 0, quota - counts, 0.0)
         return counts
 
-    def tell(self, step: int, reward: float) -> None:
-        """Records the mean reward of a step, which may end the stage. Steps come in order."""
+    def tell(self, step: int, reward: float, begun: int = 0) -> None:
+        """Records the mean reward of a step, which may end the stage. Steps come in order.
+
+        Args:
+          begun: number of steps of which a prompt is chosen already (partial rollouts); they stay in the stage.
+        """
         number = self.stage(step)
+        if number in self.reached:
+            return
         if step and number != self.stage(step - 1):
             self._rewards = []
         stage = self._stages[number]
@@ -123,7 +129,8 @@ class Curriculum:
         if stage.reach is None or number == len(self._stages) - 1 or len(self._rewards) < stage.window:
             return
         if float(np.mean(self._rewards)) >= stage.reach:
-            self.reached[number] = step + 1
+            end = max(step + 1, begun)
+            self.reached[number] = min(end, stage.until or end)
             self._rewards = []
             self._forget()
 

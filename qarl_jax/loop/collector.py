@@ -98,7 +98,8 @@ class Collector:
         """Commits the step just collected, after it was trained on: its unfinished responses become the buffer."""
         self._buffer = self._left
         if self._stream.curriculum is not None:
-            self._stream.curriculum.tell(*self._mean_reward)
+            begun = -(-self._buffer.begun // self._stream.prompts_per_step)
+            self._stream.curriculum.tell(*self._mean_reward, begun)
 
     def state(self) -> dict[str, Any]:
         """Returns the collector's state for a checkpoint."""

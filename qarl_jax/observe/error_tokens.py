@@ -138,23 +138,18 @@ def repeated(tokens: Sequence[int]) -> Bool[np.ndarray, " n"]:
     """Tells for each n-gram of a response, in order, whether it has occurred at least `SEEN` times before.
 
     Args:
-      tokens: L token ids, at most 65536: four ranks then fit in 64 bits, so that no two n-grams collide.
+      tokens: L token ids.
 
     Returns:
       [max(0, L - NGRAM + 1)] bool.
-
-    Raises:
-      ValueError: the response is longer.
     """
     count = len(tokens) - NGRAM + 1
     if count < 1:
         return np.zeros(0, bool)
-    if len(tokens) > 65536:
-        raise ValueError(f"{len(tokens)} tokens: n-grams of at most 65536 tokens do not collide")
+    # Ranks are below L, so that two of them fit in 64 bits: of a token, of a pair, and a pair of pairs.
     _, ranks = np.unique(np.asarray(tokens), return_inverse=True)
-    codes = np.zeros(count, np.uint64)
-    for i in range(NGRAM):
-        codes = (codes << np.uint64(16)) | ranks[i : i + count].astype(np.uint64)
+    _, pairs = np.unique(ranks[:-1] * len(tokens) + ranks[1:], return_inverse=True)
+    codes = pairs[:count] * len(tokens) + pairs[NGRAM // 2 :]
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
     # How often before: distance to the first of the equal run, in order of position.

@@ -146,6 +146,8 @@ class AdamW(Common):
     def __post_init__(self) -> None:
         super().__post_init__()
         _in_unit_interval(self, "b1", "b2")
+        if not self.eps > 0:
+            raise UserError(f"eps must be positive, got {self.eps}: a weight without a gradient would be divided by 0.")
 
     @property
     def adamw(self) -> AdamW:

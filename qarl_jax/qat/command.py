@@ -140,6 +140,8 @@ class Config:
             raise UserError(f"widths={list(self.widths)} names a width twice: name it once.")
         if self.split and (self.train is None or self.widths):
             raise UserError(f"split={self.split} is for layers that are trained one by one (train), and for one width.")
+        if self.data is not None and self.data.stages:
+            raise UserError("data.stages are of a run's steps, and rows are cut from all documents: leave them out.")
         if not self.parts:
             raise UserError("train and distill are both null, so that nothing would learn: set one of them.")
         for name, part in self.parts.items():

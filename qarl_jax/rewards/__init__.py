@@ -129,16 +129,17 @@ class Grader:
         for prompt, group in pairs:
             end = at + len(group)
             mine = rewards[at:end].copy()
-            shared = tuple(self._by_turn(each, float(reward)) for each, reward in zip(group, mine, strict=True))
+            terms = self.terms_of(prompt)
+            shared = tuple(self._by_turn(c, float(reward), terms) for c, reward in zip(group, mine, strict=True))
             groups.append(RolloutGroup(prompt=prompt, completions=shared, rewards=mine, texts=tuple(texts[at:end])))
             at = end
         return groups, parts
 
-    def _by_turn(self, completion: Completion, reward: float) -> Completion:
+    def _by_turn(self, completion: Completion, reward: float, terms: Sequence[int]) -> Completion:
         """The completion with its reward in its turns: what the environment gave, weighed, and the rest in the last."""
         if not completion.turns:
             return completion
-        weight = sum(c for name, c in zip(self.names, self.coefs, strict=True) if name.startswith("environment"))
+        weight = sum(self.coefs[i] for i in terms if self.names[i].startswith("environment"))
         before = [dataclasses.replace(turn, reward=weight * turn.reward) for turn in completion.turns[:-1]]
         rest = reward - sum(turn.reward for turn in before)
         return dataclasses.replace(completion, turns=(*before, dataclasses.replace(completion.turns[-1], reward=rest)))

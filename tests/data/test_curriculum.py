@@ -11,9 +11,11 @@ import pytest
 from qarl_jax.data import PromptStream, curriculum
 from qarl_jax.data.curriculum import Curriculum, Stage
 from qarl_jax.data.sources import mix
+from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.rewards import Grader, Sample, exact, total
 from qarl_jax.rollout import dynamic_sampling
+from qarl_jax.rollout.partial_rollouts import Buffer
 from qarl_jax.run import description, evaluation
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -112,6 +114,25 @@ def test_rewards_of_one_stage_do_not_end_the_next():
     for step, reward in enumerate([1.0, 1.0, 1.0, 0.0, 1.0]):
         found.curriculum.tell(step, reward)
     assert found.curriculum.reached == {1: 4}  # 1.0 and 0.0 of its own
+
+
+@pytest.mark.parametrize(("until", "end"), [(0, 4), (3, 3)])
+def test_a_stage_that_is_reached_keeps_the_steps_whose_prompts_are_begun(until, end):
+    """Partial rollouts choose prompts of later steps: none of them is lost, and none comes again."""
+    found = stream(
+        (Stage(weights={"math": 1}, reach=0.5, window=1, until=until), Stage(weights={"math": 1, "code": 3}))
+    )
+    begun = found.positions(0, 10)  # of steps 0 to 2
+    collector = Collector(None, None, None, None, (), found, Buffer(begun=13), None)
+    begun += found.positions(10, 3)  # and one of step 3
+    for step in range(3):
+        collector._mean_reward = step, 1.0
+        collector.keep()
+    assert found.curriculum.reached == {0: end}
+    seen = begun + found.positions(13, 27)
+    for one in (range(10), range(10, 17)):  # the prompts of a part have been drawn equally often, or once more
+        times = [seen.count(i) for i in one]
+        assert max(times) - min(times) <= 1
 
 
 def test_further_batches_come_from_the_sources_of_the_stage():

@@ -452,6 +452,11 @@ def test_final_answer_of_gsm8k(text, answer):
     assert final_answer(text) == answer
 
 
+def test_an_answer_with_headings_stays_whole():
+    text = "In short.\n\n#### Method\nCount.\n\n#### Result\nThere are 1,234."
+    assert final_answer(f"{text}\n") == text
+
+
 @pytest.mark.parametrize(
     ("written", "answer"),
     [

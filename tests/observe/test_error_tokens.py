@@ -146,6 +146,13 @@ def test_repetition_is_that_of_a_dictionary_of_ngrams(tokens):
     assert error_tokens.repeated(tokens).tolist() == expected
 
 
+def test_a_response_of_any_length_is_measured():
+    few, many = [7, 8, 9, 10] * 17_000, [*range(70_000)] * 4
+    assert error_tokens.repeated_share(few) == pytest.approx(1, abs=1e-3)
+    marks = error_tokens.repeated(many)
+    assert (marks.sum(), marks[-1], marks[209_999]) == (70_000 - 3, True, False)
+
+
 def test_a_loop_compresses_and_noise_does_not():
     noise = "".join(chr(c) for c in np.random.default_rng(0).integers(33, 127, 2000))
     assert error_tokens.zlib_ratio("so we get " * 200) < 0.05

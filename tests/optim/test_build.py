@@ -522,6 +522,7 @@ def test_every_optimizer_descends_a_quadratic_and_accepts_an_abstract_tree(confi
         (lambda: AdamW(lr=math.nan), "^lr must"),
         (lambda: AdamW(clip_norm=0.0), "clip_norm"),
         (lambda: AdamW(b2=1.0), "^b2 must"),
+        (lambda: AdamW(eps=0.0), "^eps must be positive, got 0.0"),
         (lambda: build.make_schedule(1.0, Schedule(kind="linear")), "number of updates"),
         (lambda: build.make_schedule(1.0, Schedule(kind="linear", warmup_updates=9), 9), "warmup_updates"),
     ],

@@ -390,6 +390,15 @@ def test_too_little_text_is_told(world, capsys):
         ({"stages": ["bf16"]}, "stages names one low-bit scheme or more"),
         ({"stages": ["w8a16_asym:g32"], "widths": [8, 8]}, r"widths=\[8, 8\] names a width twice"),
         ({"seed": -1}, r"seed must lie in \[0, 2\^31\), got -1"),
+        (
+            {
+                "data": {
+                    "source": {"name": "mix", "parts": {"a": {"name": "jsonl", "path": "a"}}},
+                    "stages": [{"weights": {"a": 1}}],
+                }
+            },
+            r"data\.stages are of a run's steps",
+        ),
         ({"train": None}, "train and distill are both null"),
         ({"train": {"batch": 64}}, r"train\.batch=64 is more than text\.rows=8"),
         (

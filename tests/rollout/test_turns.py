@@ -257,6 +257,19 @@ def test_rewards_of_the_environment_add_up_over_turns_and_stay_with_them(tokeniz
     assert [turn.reward for turn in group.completions[0].turns] == [0.5, -0.5]
 
 
+def test_turns_of_a_mix_have_the_rewards_of_their_own_part_alone(tokenizer):
+    last, own = exact.Config(extract="last_number"), environment.Config()
+    one = response(tokenizer, "[6*7]", "42", rewards=(1.0, 2.0))
+    for part, rewards, expected in (
+        ("b", {"a": own, "b": own}, [1.0, 2.0]),
+        ("a", {"a": last, "b": own}, [0.0, 1.0]),  # nothing of the environment's
+        ("b", {"a": last, "b": own}, [1.0, 2.0]),
+    ):
+        prompt = Prompt(uid="a", tokens=(3, 4), text="6*7=", answer="42", meta={"mix_part": part})
+        (group,), _ = Grader(total.BySource(rewards=rewards), max_response_len=40).grade(tokenizer, [prompt], [[one]])
+        assert [turn.reward for turn in group.completions[0].turns] == expected
+
+
 def test_observed_tokens_are_masked_from_the_loss_and_count_nowhere(tokenizer):
     group, _ = graded(tokenizer, [response(tokenizer, "[6*7]", "42"), response(tokenizer, "7")], environment.Config())
     packed = packing.pack([group], np.array([[[2.0, 3.0], [5.0, 0.0]]]), row_len=20)

@@ -167,12 +167,14 @@ def names(files: Sequence[str]) -> list[str]:
 def final_answer(text: str) -> str:
     """Extracts the final answer: GSM8K's "...#### 1,234" -> "1234"; any other text is only stripped.
 
-    https://github.com/openai/grade-school-math: the final answer follows "####". The commas of a list, a pair or an
-    interval stay: "1, 2, 3", "1,2,3", "(100,200)".
+    https://github.com/openai/grade-school-math: the final answer follows "####" in the last line. A "####" further up
+    is a heading, and the text stays whole. The commas of a list, a pair or an interval stay: "1, 2, 3", "1,2,3",
+    "(100,200)".
     """
-    if "####" not in text:
+    _, mark, last = (part.strip() for part in text.rpartition("####"))
+    if not mark or "\n" in last:
         return text.strip()
-    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text.rsplit("####", 1)[1].strip())
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), last)
 
 
 def _expand(path: str) -> list[str]:
