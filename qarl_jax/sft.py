@@ -173,8 +173,14 @@ def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -
 
 
 def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str]:
-    """Returns the prompts' reference answers, as the data has them."""
+    """Returns the prompts' reference answers. Raises `UserError` for a prompt without one."""
     del rng
+    for prompt in prompts:
+        if not prompt.answer:
+            raise UserError(
+                f"prompt {prompt.uid} has no answer to imitate: name its column in data.source.answer_key, or let its"
+                " messages end with the assistant's."
+            )
     return [prompt.answer for prompt in prompts]
 
 

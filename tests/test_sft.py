@@ -146,6 +146,14 @@ def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
     assert float(metrics["loss/nll"].value) == 3.0
 
 
+def test_a_row_without_an_answer_is_refused(folder, capsys):
+    (folder / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
+    source = {"source": {"name": "jsonl", "path": str(folder / "asked.jsonl")}, "template": "raw", "holdout": 0.0}
+    train = {"updates": 1, "rows": 1, "row_len": 8}
+    assert run(folder, tree(folder, "mute", data=source, train=train), name="mute.yaml") == 2
+    assert "prompt asked/1 has no answer to imitate" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
