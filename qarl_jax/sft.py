@@ -107,6 +107,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        self.data.check_no_stages()
         self.optimizer.check_masters("optimizer")
         if (self.model.path is None) == (self.model.init is None):
             raise UserError(

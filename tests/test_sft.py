@@ -10,6 +10,9 @@ import pytest
 import yaml
 
 from qarl_jax import data, models, sft
+from qarl_jax.data.curriculum import Stage
+from qarl_jax.data.sources import files, mix
+from qarl_jax.qat import command
 from qarl_jax.run import build, export
 from qarl_jax.types import LossInputs, UserError
 from tests.reference import tiny
@@ -152,6 +155,14 @@ def test_a_row_without_an_answer_is_refused(folder, capsys):
     train = {"updates": 1, "rows": 1, "row_len": 8}
     assert run(folder, tree(folder, "mute", data=source, train=train), name="mute.yaml") == 2
     assert "prompt asked/1 has no answer to imitate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [sft, command])
+def test_a_curriculum_is_refused_where_no_rl_is(module):
+    parts = {"sums": files.Jsonl(path="sums.jsonl")}
+    staged = data.Config(source=mix.Config(parts=parts), stages=(Stage(weights={"sums": 1.0}),))
+    with pytest.raises(UserError, match=r"data\.stages are of RL's steps"):
+        module.Config(out="out", data=staged, model=module.Model(path="assets/tiny-qwen3"))
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,11 @@ class Config:
                 )
             check_stages(self.stages, list(self.source.parts))
 
+    def check_no_stages(self) -> None:
+        """Raises `UserError` if there are stages, for a training that has no steps of RL."""
+        if self.stages:
+            raise UserError("data.stages are of RL's steps, and there are none here: leave them out.")
+
     @property
     def prompt_limit(self) -> int:
         """The maximum number of tokens of a prompt."""

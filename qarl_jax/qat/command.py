@@ -123,6 +123,8 @@ class Config:
     def __post_init__(self) -> None:
         at_least(self, 1, "save_every")
         check_seed(self.seed)
+        if self.data is not None:
+            self.data.check_no_stages()
         if not self.stages or "bf16" in self.stages:
             raise UserError(
                 "stages names one low-bit scheme or more, for example [w8a16_asym, w4a16_asym, w2a16_asym]."
