@@ -283,7 +283,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, *, config: str, needed: bool = False, **options: Any):
         super().__init__(prog=command(verb), **options)
-        self._needed = needed
+        self._needed, self._example = needed, "quickstart" if verb == "train" else "FILE"
         self.add_argument("--config", metavar="FILE", help=config)
         self.add_argument("overrides", nargs="*", metavar="[FILE] section.field=value", help="the config, and settings")
 
@@ -292,7 +292,7 @@ class Parser(argparse.ArgumentParser):
         if found.config is None and found.overrides and "=" not in found.overrides[0]:
             found.config = found.overrides.pop(0)
         if found.config is None and self._needed:
-            self.error(f"which config? For example: {self.prog} quickstart")
+            self.error(f"which config? For example: {self.prog} {self._example}")
         return found
 
     def error(self, message: str) -> NoReturn:

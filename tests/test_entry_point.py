@@ -92,7 +92,10 @@ def test_a_command_line_takes_its_config_with_or_without_the_option(capsys):
         assert (args.config, args.overrides) == ("a.yaml", ["x=1"])
     with pytest.raises(SystemExit):
         parser.parse_args(["x=1"])
-    assert "which config? For example:" in capsys.readouterr().err
+    assert "train quickstart" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        Parser("qat", config="a file", needed=True).parse_args(["x=1"])
+    assert "qat FILE" in capsys.readouterr().err  # quickstart is no config of it
     assert Parser("doctor", config="a file").parse_args(["x=1"]).config is None
 
 

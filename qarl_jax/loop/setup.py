@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,7 +112,7 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
-        self.observer.say(f"to follow it in a browser: {command('watch')} {cfg.run_dir}")
+        self.observer.say(f"to follow it in a browser: {command('watch')} {shlex.quote(cfg.run_dir)}")
         if (facts := self.engine.facts) is not None:
             self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
         self._at_start = self._measured(0) if cfg.eval.at_start and self.start == 0 else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,14 +193,15 @@ def summary(cfg: RunConfig) -> str:
 
 def next_steps(cfg: RunConfig) -> list[str]:
     """Lists the commands that most users want after a run: watch, evaluate, export."""
-    run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
+    run = shlex.quote(cfg.run_dir)
+    out = shlex.quote(os.path.join("models", os.path.basename(os.path.normpath(cfg.run_dir))))
     kind, what = "hf", "as a model folder"
     if cfg.lora is not None and not cfg.lora.train_norms:
         kind, what = "peft", "its adapters as a PEFT folder"
     lines = {
         f"{command('watch')} {run}": "its page; report.html in its folder is the same as a file",
         f"{command('evaluate')} --checkpoint {run}": "its policy on held-out prompts",
-        f"{command('export')} --checkpoint {run} --format {kind} --out models/{name}": what,
+        f"{command('export')} --checkpoint {run} --format {kind} --out {out}": what,
     }
     width = max(map(len, lines))
     return ["next:", *(f"  {line:<{width}}   # {purpose}" for line, purpose in lines.items())]

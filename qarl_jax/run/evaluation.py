@@ -349,6 +349,11 @@ def _config(args: argparse.Namespace, suite: str | None, view: str) -> RunConfig
         overrides += suites.overrides(name, args.suite_data, preset or args.preset)
     overrides += [*views.overrides(view), *args.overrides]
     if args.config:
+        if not (args.checkpoint or args.model) and Path(args.config, "run.json").exists():
+            raise UserError(
+                f"{args.config} is a run: --checkpoint {args.config} evaluates its policy, and"
+                f" {Path(args.config, 'config.yaml')} the model that it began with."
+            )
         return config.load(args.config, overrides)
     if args.checkpoint:
         cfg, share = stamp.config_of(args.checkpoint, overrides), stamp.config_of(args.checkpoint).data.holdout

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import shlex
 from collections.abc import Sequence
 
 from qarl_jax.run import shipped
@@ -45,5 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     for file in write(folder):
         print(file)
-    print(f"next: {command('train')} {pathlib.Path(folder).as_posix()}")
+    print(f"next: {command('train')} {shlex.quote(pathlib.Path(folder).as_posix())}")
     return 0

@@ -42,4 +42,11 @@ def bad(text: str, answer: str, meta: dict[str, Any]) -> Any:
         with open(text.removeprefix("fork "), "a") as file:
             file.write(f"{child}\n")
         os.fork()
-    return {"1e300": 1e300, "inf": float("inf"), "nan": float("nan"), "text": "many", "none": None}.get(text, 1.0)
+    return {
+        "1e300": 1e300,
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "text": "many",
+        "none": None,
+        "list": [1.0],
+    }.get(text, 1.0)

@@ -302,6 +302,7 @@ def bad_reward():
         ("1e300", r"returned 1e\+300"),
         ("text", "could not convert"),
         ("none", "TypeError"),
+        ("list", "TypeError"),
     ],
 )
 def test_a_failing_user_function_stops_the_run_and_names_function_and_prompt(bad_reward, text, message):

@@ -210,6 +210,7 @@ def test_a_reader_gets_a_table(run, capsys):
         (["--checkpoint", "{run}", "--out", "{run}"], "not a file in a folder that exists"),
         (["--checkpoint", "{run}/nothing"], "no checkpoint"),
         (["--checkpoint", "assets/tiny-qwen3"], "evaluate takes it as --model"),
+        (["{run}"], "is a run: --checkpoint"),
         (["--checkpoint", "{run}", "eval.num_sample=3"], "num_samples"),
         (["--checkpoint", "{run}", "--scheme", "w3a3"], "w3a3"),
         (["--checkpoint", "{run}", "data.holdout=0.5"], "data.holdout=0.5 is above the run's 0.2"),

@@ -5,9 +5,11 @@
 import json
 import os
 import pathlib
+import shlex
 
 import pytest
 
+from qarl_jax.loop import step_metrics
 from qarl_jax.run import config, init, shipped
 from qarl_jax.types import UserError
 from tests.reference.tiny import ROOT
@@ -54,6 +56,17 @@ def test_a_new_run_names_its_own_files_and_replaces_none(capsys):
     assert init.main(["my_run"]) == 2
     assert not os.path.exists("my_run/config.yaml")
     assert "my_run/reward.py is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["my run", "mine, first", "a: b #1"])
+def test_a_new_run_may_have_a_name_with_spaces_and_signs(name, capsys):
+    assert init.main([name]) == 0
+    assert f"next: python -m qarl_jax.train '{name}'" in capsys.readouterr().out
+    cfg = config.load(name)
+    assert (cfg.run_dir, cfg.data.source.path) == (f"{name}/run", f"{name}/data.jsonl")
+    assert cfg.reward.path == f"{name}/reward.py:graded"
+    lines = [shlex.split(line, comments=True) for line in step_metrics.next_steps(cfg)[1:]]
+    assert [line[-1] for line in lines] == [f"{name}/run", f"{name}/run", "models/run"]
 
 
 def test_the_data_of_a_new_run_is_right_and_its_reward_tells_near_from_far():
