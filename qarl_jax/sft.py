@@ -193,7 +193,7 @@ def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -
 def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str]:
     """Returns the prompts' reference answers, as the data has them."""
     del rng
-    return [prompt.answer for prompt in prompts]
+    return [prompt.whole_answer for prompt in prompts]
 
 
 def run(cfg: Config, answers: Answers = own_answers) -> None:

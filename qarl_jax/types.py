@@ -118,6 +118,11 @@ class Prompt:
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     messages: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def whole_answer(self) -> str:
+        """The answer as the data has it: with GSM8K's solution before "#### 42", of which `answer` is 42."""
+        return self.meta.get("whole_answer", self.answer)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutGroup:

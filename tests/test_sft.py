@@ -12,7 +12,7 @@ import yaml
 from qarl_jax import data, models, sft
 from qarl_jax.run import build, export
 from qarl_jax.typed_config import load
-from qarl_jax.types import LossInputs, UserError
+from qarl_jax.types import LossInputs, Prompt, UserError
 from tests.reference import tiny
 
 
@@ -71,6 +71,11 @@ def trained(folder):
 
 def likelihoods(lines):
     return [float(line.split("nll ")[1].split()[0]) for line in lines if line.startswith("sft ")]
+
+
+def test_the_solution_before_a_final_answer_is_imitated():
+    prompt = Prompt(uid="a", tokens=(1,), text="q", answer="3", meta={"whole_answer": "1+2=3\n#### 3"})
+    assert sft.own_answers([prompt], np.random.default_rng(0)) == ["1+2=3\n#### 3"]
 
 
 @pytest.mark.slow

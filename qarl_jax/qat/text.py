@@ -65,7 +65,7 @@ def _tokens(cfg: data.Config, tokenizer: Any, split: Any, stop: int, seed: int) 
     source = data.make_source(cfg, tokenizer, split)
     for index in np.random.default_rng([seed, split == "heldout"]).permutation(len(source)):
         prompt = source.prompt(int(index))
-        yield from (*prompt.tokens, *tokenizer.encode(prompt.answer, add_special_tokens=False), stop)
+        yield from (*prompt.tokens, *tokenizer.encode(prompt.whole_answer, add_special_tokens=False), stop)
 
 
 def _cut(tokens: Iterator[int], count: int, length: int) -> np.ndarray:

@@ -452,6 +452,18 @@ def test_final_answer_of_gsm8k(text, answer):
     assert final_answer(text) == answer
 
 
+def test_an_answer_is_kept_with_the_solution_before_it(tokenizer, tmp_path):
+    solution = "1+2=<<1+2=3>>3\n#### 1,003"
+    rows = [{"question": "1+2", "answer": solution}, {"question": "3", "answer": "4 "}, {"question": "5", "answer": 6}]
+    source = data.make_source(file_config(files.Jsonl, write_jsonl(tmp_path / "a.jsonl", rows)), tokenizer)
+    found = {p.meta["question"]: p for p in map(source.prompt, range(3))}
+    assert (found["1+2"].answer, found["1+2"].whole_answer) == ("1003", solution)
+    assert [(found[q].answer, found[q].whole_answer, "whole_answer" in found[q].meta) for q in "35"] == [
+        ("4", "4", False),
+        ("6", "6", False),
+    ]
+
+
 def test_an_answer_with_headings_stays_whole():
     text = "In short.\n\n#### Method\nCount.\n\n#### Result\nThere are 1,234."
     assert final_answer(f"{text}\n") == text

@@ -126,10 +126,12 @@ class Source:
                     if not wanted(question, split, holdout):
                         continue
                     text, tokens = template.prompt(question, meta, self.skipped, row=row, answer=answer, tools=tools)
+                    whole = str(_reach(row, columns[1], place)).strip() if columns and columns[1] else answer
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None
                 if tokens:
                     said = tuple(said_in(question))
+                    meta |= {"whole_answer": whole} if whole != answer else {}
                     made = Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta, messages=said)
                     self.prompts.append(made)
         if unseen:
