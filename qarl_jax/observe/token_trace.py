@@ -189,4 +189,6 @@ def _rounded(values: Any) -> Any:
         power = np.clip(5 - np.floor(np.log10(np.abs(x))), -300, 300)
         up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)
         rounded = np.round(x * up / down) / up * down  # a whole number over a power of ten: few digits in JSON
-    return np.where(np.isfinite(rounded), rounded.astype(object), None).tolist()
+    out = np.asarray(rounded, object)
+    out[~np.isfinite(rounded)] = None
+    return out.tolist()
