@@ -253,7 +253,7 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     state = learner.init(params, frozen)
 
     # ---- loop -------------------------------------------------------------------------------------------------------
-    started = time.monotonic()
+    started, unread = time.monotonic(), list[Any]()
     for update in range(cfg.train.updates):
         prompts = stream.batch(update)
         texts = answers(prompts, np.random.default_rng([cfg.seed, update]))
@@ -262,10 +262,13 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
         qweights = learner.quantize(state.params)
         counts = batch.loss_mask.sum(), len(examples)
         state, measured = learner.update(state, qweights, [learner.put(batch)], [None], *counts)
+        unread.append(measured)
         if update % cfg.train.log_every == 0 or update == cfg.train.updates - 1:
-            now = metrics.values(measured)
-            if not np.isfinite(now["loss/nll"]) or now["optim/nonfinite"]:
-                raise DivergedError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
+            for number, one in enumerate(unread, update + 1 - len(unread)):
+                now = metrics.values(one)
+                if not np.isfinite(now["loss/nll"]) or now["optim/nonfinite"]:
+                    raise DivergedError(f"update {number}: the loss is {now['loss/nll']}; lower optimizer.lr.")
+            unread.clear()
             print(f"sft {update:5d}  nll {now['loss/nll']:.4f}  {time.monotonic() - started:.1f} s", flush=True)
 
     if cfg.lora is not None:

@@ -4,6 +4,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,6 +124,21 @@ def test_a_folder_is_trained_further_through_low_bit_weights(folder, capsys):
     assert losses[-1] < 0.6 * losses[0]
     assert models.load_hf(folder / "further", dtype="float32").config.hidden_size == 64
     assert data.load_tokenizer(folder / "further")("1+")["input_ids"] == [4, 13]
+
+
+def test_a_gradient_that_is_not_finite_between_two_lines_is_told(folder, monkeypatch, capsys):
+    whole, calls, bad = sft.Learner.update, [], "optim/nonfinite"
+
+    def update(self, *args):
+        state, measured = whole(self, *args)
+        calls.append(None)
+        return state, measured | ({bad: jax.tree.map(jnp.ones_like, measured[bad])} if len(calls) == 2 else {})
+
+    monkeypatch.setattr(sft.Learner, "update", update)
+    assert run(folder, tree(folder, "diverged"), "train.updates=4", "train.log_every=100", name="diverged.yaml") != 0
+    assert "update 1: the loss is" in capsys.readouterr().err
+    assert len(calls) == 4
+    assert not (folder / "diverged").exists()
 
 
 def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
