@@ -154,7 +154,7 @@ def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = 
         raise UserError(
             f"{name}: `base` goes round in a circle: {' -> '.join((*_seen, real))}. Remove one of the links."
         )
-    text = _read_text(name)
+    text = _read_text(name, _seen[-1] if _seen else None)
     try:
         root = _composed(text)
     except yaml.YAMLError as error:
@@ -191,15 +191,18 @@ def _find_arms(layer: Layer) -> None:
         layer.tree["arms"] = [os.path.join(os.path.dirname(layer.source), name) for name in names]
 
 
-def _read_text(name: str) -> str:
+def _read_text(name: str, by: str | None) -> str:
+    """Reads a config file, which the file `by` names as its base."""
     try:
         with open(name, encoding="utf-8") as handle:
             return handle.read()
     except FileNotFoundError:
-        known = sorted(path.name for path in pathlib.Path(name).parent.glob("*.y*ml"))
+        found = pathlib.Path(name).parent.glob("*.y*ml")
+        known = sorted(path.name for path in found if os.path.realpath(path) != by)
         near = difflib.get_close_matches(os.path.basename(name), known, n=1)
         hint = f" Did you mean {os.path.join(os.path.dirname(name), near[0])}?" if near else ""
-        raise UserError(f"{name}: no such config file.{hint}") from None
+        role = f", the `base` of {by}" if by else ""
+        raise UserError(f"{name}: no such config file{role}.{hint}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not a UTF-8 text file ({error.reason} at byte {error.start}).") from None
     except OSError as error:

@@ -294,7 +294,7 @@ def test_words_that_yaml_reads_as_true_or_false_are_taken_where_they_are_choices
         ("color:\n  size: 3\n", "run.yaml:1: color: `name` is required in this section"),
         ("base: 3\n", "base: expected a file name, got 3"),
         ("base: run.yaml\n", "goes round in a circle"),
-        ("base: other.yaml\n", "other.yaml: no such config file"),
+        ("base: other.yaml\n", "other.yaml: no such config file, the `base` of "),
         ("inner:\n", "inner: expected a section with keys x, y, got nothing (null)"),
         ("free: " + "[" * 60 + "]" * 60 + "\n", "nested deeper than 50 levels"),
     ],
