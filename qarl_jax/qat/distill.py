@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,15 +80,22 @@ def distill(
     graphdef, masters = student
     rest = part_of(masters, lambda path: not learns(path))
 
-    def loss(params: Any, qweights: Any, rest: Any, theirs: Any, batch: jax.Array) -> jax.Array:
+    @jax.jit
+    def told(theirs: Any, batch: jax.Array) -> jax.Array:  # once for all widths
+        return models.merge(teacher[0], theirs, nnx.State({})).hidden_states(batch)
+
+    def loss(params: Any, qweights: Any, rest: Any, full: jax.Array, batch: jax.Array) -> jax.Array:
         low = models.merge(graphdef, united(params, rest), qweights)
-        full = models.merge(teacher[0], theirs, nnx.State({})).hidden_states(batch)
         head = used(low.head_weight(), full.dtype)
         ours = low.hidden_states(batch)
         return kl(ours.reshape(-1, ours.shape[-1]), full.reshape(-1, full.shape[-1]), head)
 
     trainer = Trainer(graphdef, loss, optimizer, plan, every, widths)
-    inputs: Callable[[list[int]], tuple[Any, ...]] = lambda rows: (rest, teacher[1], jnp.asarray(tokens[rows]))  # noqa: E731
+
+    def inputs(rows: list[int]) -> tuple[Any, ...]:
+        batch = jnp.asarray(tokens[rows])
+        return rest, told(teacher[1], batch), batch
+
     params, losses = trainer.fit(part_of(masters, learns), inputs, folder, task)
     return united(params, rest), losses
 
