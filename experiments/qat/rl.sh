@@ -57,8 +57,9 @@ MODEL=$model FORMAT=$scheme bash experiments/qwen25_coder/plan_1p5b.sh "$work" $
 [ "$start" = nested ] || exit 0
 for run in "$work"/runs/*_seed*; do
   for scheme in w8a16_asym:g32 w4a16_midpoint:g32 w2a16_midpoint:g32; do
-    answers=$run/${scheme%%:*}.jsonl limit=$((seconds - SECONDS + began))
-    [ -e "$answers" ] || [ "$limit" -lt 30 ] || timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$run" \
-      --scheme "$scheme" --json --out "$answers" "${judged[@]}" >>"$run/widths.json" 2>>"$run/widths.log"
+    out=$run/${scheme%%:*}.jsonl limit=$((seconds - SECONDS + began))
+    [ -e "$out" ] || [ "$limit" -lt 30 ] || timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$run" \
+      --scheme "$scheme" --json --out "$out" "${judged[@]}" >>"$run/widths.json" 2>>"$run/widths.log" ||
+      echo "not judged under $scheme: $run" >&2
   done
 done

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-wise progressive training (Bit-by-Bit, arXiv 2604.07888): one layer at a time, one scheme after the other.
 
-    x_full ──► layer in full precision ──► target           loss = |layer_low(x_low) - target|^2 / |target|^2
-    x_low  ──► the same layer, low-bit ──► output           per token, then the mean of log(1 + loss) over tokens
+    x_full ──► layer in full precision ──► target           e = |output - target|^2 / |target|^2 of each token
+    x_low  ──► the same layer, low-bit ──► output           loss = the mean of log(1 + e) over tokens
 
     for each layer:  masters from the checkpoint
         for each scheme (w8 -> w4 -> w2, then activations):  epochs over all rows, a fresh optimizer
@@ -338,12 +338,16 @@ class Blocks:
         served = dataclasses.replace(own, quant=job.served)
         fixed, params = (part_of(params, wanted) for wanted in (is_fixed, lambda path: not is_fixed(path)))
         inputs = lambda rows: (fixed, low(rows), target(rows))  # noqa: E731
+
+        def heldout(trainer: Trainer, params: nnx.State) -> float:
+            return self._heldout(lambda rows: trainer.measure(params, *inputs(rows)))
+
         stages = []
         for number, config in enumerate(configs):
             trainer = _trainer(config, job.optimizer, job.plan, job.every, job.widths)
-            before = self._heldout(lambda rows: trainer.measure(params, *inputs(rows)))  # noqa: B023
+            before = heldout(trainer, params)
             params, _ = trainer.fit(params, inputs, job.work / f"{layer:05d}.stage_{number}", self.task)
-            stages.append([before, self._heldout(lambda rows: trainer.measure(params, *inputs(rows)))])  # noqa: B023
+            stages.append([before, heldout(trainer, params)])
         params = united(params, fixed)
         tensors = dict(layer_tensors(params, job.trained, layer, jnp.bfloat16))
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}

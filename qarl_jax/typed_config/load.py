@@ -197,8 +197,7 @@ def _read_text(name: str, by: str | None) -> str:
         with open(name, encoding="utf-8") as handle:
             return handle.read()
     except FileNotFoundError:
-        found = pathlib.Path(name).parent.glob("*.y*ml")
-        known = sorted(path.name for path in found if os.path.realpath(path) != by)
+        known = sorted(p.name for p in pathlib.Path(name).parent.glob("*.y*ml") if os.path.realpath(p) != by)
         near = difflib.get_close_matches(os.path.basename(name), known, n=1)
         hint = f" Did you mean {os.path.join(os.path.dirname(name), near[0])}?" if near else ""
         role = f", the `base` of {by}" if by else ""
