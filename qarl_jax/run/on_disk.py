@@ -40,23 +40,20 @@ def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replace
     target = Path(out)
     if not replaces and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{option}{target} exists and is not an empty folder; name another one.")
-    staging = target.with_name(target.name + ".partial")
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locks.owned(target, f"{option}{target}", "name another folder"))
+    staging, what = target.with_name(target.name + ".partial"), f"{option}{target}"
+    with locks.owned(target, what, "name another folder"):
+        with locks.writing(what):
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
-        except OSError as error:
-            raise UserError(
-                f"{option}{target} cannot be written: {error.strerror or error}. Name a folder of yours."
-            ) from None
-        stack.callback(shutil.rmtree, staging, ignore_errors=True)
-        yield staging
-        if replaces:
-            shutil.rmtree(target, ignore_errors=True)
-        elif target.exists():
-            target.rmdir()
-        os.replace(staging, target)
+        try:
+            yield staging
+            if replaces:
+                shutil.rmtree(target, ignore_errors=True)
+            elif target.exists():
+                target.rmdir()
+            os.replace(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 class DamagedCheckpointError(UserError):

@@ -46,11 +46,25 @@ def own(file: Path, what: str, remedy: str) -> TextIO:
 
 
 @contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raises `UserError` with `what` for an `OSError` of the block, which makes a folder of the user's."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}. Name a folder of yours.") from None
+
+
+@contextlib.contextmanager
 def owned(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Holds the lock PATH.lock beside a path that is being made, then removes it. Arguments and errors: `own`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Holds the lock PATH.lock beside a path that is being made, then removes it.
+
+    Raises:
+      UserError: another process holds the lock, or it cannot be written.
+    """
     lock = path.with_name(path.name + ".lock")
-    held = own(lock, what, remedy)
+    with writing(what):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = own(lock, what, remedy)
     try:
         yield
     finally:

@@ -318,6 +318,12 @@ def test_a_second_process_is_refused_while_the_first_trains(world, unfinished, a
     assert run(world, values) == 0
 
 
+def test_a_folder_below_a_file_is_refused(world, capsys):
+    (world.folder / "file").write_text("")
+    assert run(world, tree(world, "file/out")) == 2
+    assert "file/out.work cannot be written: File exists. Name a folder of yours." in capsys.readouterr().err
+
+
 def test_damaged_work_is_told(unfinished):
     _, cfg, job = unfinished
     blocks.Progress(cfg.work).finish([], 0)
