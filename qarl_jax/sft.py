@@ -235,6 +235,9 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
             " more data."
         )
     stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages)
+    if answers is own_answers:
+        for prompt in map(source.prompt, range(len(source))):  # every mistake is told before the first update
+            rows_of([example(prompt, prompt.whole_answer, tokenizer, stop)], cfg.train.row_len)
     learner = Learner(
         models.split(models.abstract_model(model_config))[0],
         loss_fn=NegativeLogLikelihood(),

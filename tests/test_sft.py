@@ -154,12 +154,13 @@ def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"messages": [{"role": "user", "content": "3+4="}]}', "error: prompt asked/1 has no answer to imitate: "),
-        ('{"prompt": "3+4=", "answer": "7 ?"}', "error: prompt asked/1: its answer has characters that"),
+        ('{"messages": [{"role": "user", "content": "3+4="}]}', "error: prompt asked/61 has no answer to imitate: "),
+        ('{"prompt": "3+4=", "answer": "7 ?"}', "error: prompt asked/61: its answer has characters that"),
     ],
 )
 def test_a_row_whose_answer_cannot_be_imitated_is_refused(folder, capsys, row, said):
-    (folder / "asked.jsonl").write_text(row)
+    good = '{"prompt": "1+2=", "answer": "3"}\n'
+    (folder / "asked.jsonl").write_text(60 * good + row)  # one update reads one row of 61
     values = tree(folder, "asked", train={"updates": 1, "rows": 1, "row_len": 8})
     values["data"]["source"]["path"] = str(folder / "asked.jsonl")
     assert run(folder, values, name="asked.yaml") == 2
