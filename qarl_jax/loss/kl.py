@@ -55,7 +55,7 @@ def estimate(difference: Float[Array, ...], kind: str) -> Float[Array, ...]:
     k2 = 0.5 * d * d
     if kind == "k2":
         return k2
-    k3 = jnp.minimum(jnp.exp(-d) - 1.0 + d, MAX_K3)
+    k3 = jnp.minimum(jnp.expm1(-d) + d, MAX_K3)
     return k3 if kind == "k3" else k2 + jax.lax.stop_gradient(k3 - k2)
 
 

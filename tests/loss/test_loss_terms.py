@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax.loss import TERMS, get_term, normalized
-from qarl_jax.loss.kl import KINDS
+from qarl_jax.loss.kl import KINDS, estimate
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import merge
 from qarl_jax.types import UserError
@@ -38,6 +38,12 @@ def test_kl_agrees_with_reference_beyond_its_clamps(kind):
     np.testing.assert_allclose(got[0], value, rtol=1e-5)
     np.testing.assert_allclose(got[1], grad, rtol=1e-5, atol=1e-8)
     assert float(got[3]["kl/max_abs"].value) == pytest.approx(25.0, rel=1e-5)
+
+
+def test_k3_keeps_the_digits_of_a_small_kl():
+    d = np.linspace(-1e-4, 1e-4, 101, dtype=np.float32)
+    wanted = np.expm1(-d.astype(np.float64)) + d.astype(np.float64)
+    np.testing.assert_allclose(estimate(d, "k3"), wanted, atol=1e-11)
 
 
 def value_inputs(seed=0):
