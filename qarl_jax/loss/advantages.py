@@ -92,8 +92,9 @@ ADVANTAGES: dict[str, Any] = {
 }
 KINDS = ("grpo", "drgrpo")  # of `group_advantages`
 # Eight rewards of 0.1 have a float32 mean one ulp off and std 0; divided by 1e-6 that is an advantage of 7e-3 from
-# nothing. A group whose rewards differ by less than this has advantage exactly 0.
-_SAME = 1e-8
+# nothing. Sums of float32 rewards (terms, turns) differ by ulps, too: 0.4 + 0.55 and 0.95, by 6e-8. A group whose
+# rewards differ by less than this has advantage exactly 0.
+_SAME = 1e-6
 _EPS = 1e-6
 
 
@@ -267,4 +268,4 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"], mean: Any, variance
 
     `x` may be a micro-batch; mean and variance are those of the whole rollout batch (`moments`).
     """
-    return jnp.where(mask, (x.astype(jnp.float32) - mean) / jnp.sqrt(variance + _SAME), 0.0)
+    return jnp.where(mask, (x.astype(jnp.float32) - mean) / jnp.sqrt(variance + 1e-8), 0.0)

@@ -31,7 +31,7 @@ from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, at_least
 
 # Keeps these draws apart from others of the same seed.
 _EXTRA = 0xDA90
-_SAME = 1e-8  # rewards closer than this are alike, as in `loss.advantages`
+_SAME = 1e-6  # rewards closer than this are alike, as in `loss.advantages`
 
 Parts = Mapping[str, Float[np.ndarray, " n"]]
 Sampler = Callable[[list[Prompt], int], tuple[list[RolloutGroup], Parts]]

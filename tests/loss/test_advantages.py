@@ -50,6 +50,15 @@ def test_equal_rewards_give_exactly_zero(kind, as_array):
     assert np.isfinite(np.asarray(naive)).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_rewards_that_differ_by_a_rounding_give_exactly_zero(kind):
+    rewards = np.array([[np.float32(0.4) + np.float32(0.55), 0.95] * 4], np.float32)
+    assert np.ptp(rewards) > 0
+    np.testing.assert_array_equal(group_advantages(rewards, kind), 0)
+    turns = [[[0.3, np.float32(0.7) - 0.3], [0.1, np.float32(0.5) - 0.1]]]  # 0.4 is to come in both
+    np.testing.assert_array_equal(turn_advantages(turns, kind)[:, :, 1], 0)
+
+
 def test_a_group_of_one_is_zero_and_counted():
     rewards = np.array([[5.0, 0, 0], [1, 1, 0], [1, 0, 0]])
     valid = np.array([[True, False, False], [True, True, False], [True, True, True]])

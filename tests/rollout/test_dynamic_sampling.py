@@ -49,6 +49,12 @@ def test_a_full_first_batch_asks_for_no_more_and_keeps_the_streams_order(stream)
     assert got.metrics == {"rollout/batches": 1, "rollout/groups_dropped": 0, "rollout/groups_filled": 0}
 
 
+def test_rewards_that_differ_by_a_rounding_have_no_signal():
+    same = group_of((response(), response()), (np.float32(0.4) + np.float32(0.55), 0.95))
+    assert same.rewards[0] != same.rewards[1]
+    assert not dynamic_sampling.informative([same], {}).any()
+
+
 def test_groups_without_a_signal_are_replaced_and_the_step_is_cut_to_its_size(stream):
     sampler = Sampler(lambda i: i % 2)
     got = dynamic_sampling.collect(Config(max_batches=10), stream, 0, sampler)
