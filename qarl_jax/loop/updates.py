@@ -481,5 +481,7 @@ class Updates:
     def _flops(self, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""
         lengths = (segment.prompt_len + segment.response_len for segment in packed.segments)
-        config = self._learner.config
-        return flops.training(config, flops.active_parameters(config, self._learner.abstract_params), lengths)
+        learner, config = self._learner, self._learner.config
+        whole, frozen = learner.abstract_params, learner.trainable.frozen(learner.abstract_params)
+        active, held = (flops.active_parameters(config, params) for params in (whole, frozen))
+        return flops.training(config, active, lengths, held) * (1 + len(learner.beside))

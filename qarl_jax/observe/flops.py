@@ -4,11 +4,12 @@
 
 For sequences of T_i tokens, forward and backward together,
 
-    6 P sum_i T_i  +  6 L N H sum_i T_i^2
+    (6 P - 2 F) sum_i T_i  +  6 L N H sum_i T_i^2
 
-with P active parameters (of experts, those a token is routed to), L layers, N query heads of width H. A token's matrix
-products take 2 operations per parameter forward and 4 backward. Causal attention takes 4 N H T^2 / 2 per layer forward
-and twice as many backward. Recomputation, padding and optimizer do not count, so they lower the MFU.
+with P active parameters (of experts, those a token is routed to), F of them frozen, L layers, N query heads of width H.
+A token's matrix products take 2 operations per parameter forward and 4 backward, 2 if it is frozen. Causal attention
+takes 4 N H T^2 / 2 per layer forward and twice as many backward. Recomputation, padding and optimizer do not count, so
+they lower the MFU.
 """
 
 from __future__ import annotations
@@ -59,11 +60,15 @@ def active_parameters(model: models.ModelConfig, params: Any) -> float:
     return out
 
 
-def training(model: models.ModelConfig, parameters: float, lengths: Iterable[int]) -> float:
-    """Computes the model FLOPs of a forward and backward over sequences of these lengths; the forward is a third."""
+def training(model: models.ModelConfig, parameters: float, lengths: Iterable[int], frozen: float = 0.0) -> float:
+    """Computes the model FLOPs of a forward and backward over sequences of these lengths.
+
+    Args:
+      parameters: active parameters. frozen: those among them that have no gradient.
+    """
     lengths = list(lengths)
     attention = model.num_layers * model.num_heads * model.head_dim * sum(n * n for n in lengths)
-    return 6.0 * (parameters * sum(lengths) + attention)
+    return 6.0 * (parameters * sum(lengths) + attention) - 2.0 * frozen * sum(lengths)
 
 
 def of_devices(devices: Iterable[jax.Device]) -> float | None:

@@ -4,11 +4,14 @@
 
 import json
 import pathlib
+import types
 
 import jax
 import pytest
 
 from qarl_jax import models
+from qarl_jax.learning.trainable import Trainable
+from qarl_jax.loop.updates import Updates
 from qarl_jax.observe import flops
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
@@ -29,6 +32,18 @@ def test_a_dense_step_is_counted_by_the_formula():
     assert flops.training(config, count, [4096] * 4) == wanted
     # Packed into one row or not: attention sees the sequences, not the row.
     assert flops.training(config, count, [2048] * 8) == wanted - 4 * 6 * 36 * 32 * 128 * 4096**2 / 2
+
+
+def test_frozen_weights_have_no_gradient_and_every_width_is_a_pass():
+    config, params = published("Qwen3-8B")
+    layers = sum(leaf.size for path, leaf in models.by_path(params).items() if path.startswith("stacks."))
+    learner = types.SimpleNamespace(
+        config=config, abstract_params=params, trainable=Trainable(freeze=("^stacks",)), beside={"w4": None}
+    )
+    row = types.SimpleNamespace(segments=[types.SimpleNamespace(prompt_len=96, response_len=4000)])
+    count = flops.active_parameters(config, params)
+    wanted = 2 * (flops.training(config, count, [4096]) - 2 * layers * 4096)
+    assert Updates._flops(types.SimpleNamespace(_learner=learner), row) == wanted
 
 
 def test_of_an_moe_model_only_the_routed_experts_count():
