@@ -99,7 +99,7 @@ def default_ks(num_samples: int) -> tuple[int, ...]:
     return (*powers, num_samples)
 
 
-def interval(per_prompt: Float[np.ndarray, " P"], different: int, num_samples: int) -> tuple[float, float]:
+def interval(per_prompt: Float[np.ndarray, " P"], different: float, num_samples: int) -> tuple[float, float]:
     """Computes the 95 % interval of the mean over prompts: Wilson's (J. Am. Stat. Assoc. 22, 1927) for zeros and ones.
 
     Other values are scaled by their range, at least [0, 1]. The sample size is Kish's effective one: the number of
@@ -107,7 +107,8 @@ def interval(per_prompt: Float[np.ndarray, " P"], different: int, num_samples: i
     even for one prompt or equal values.
 
     Args:
-      per_prompt: the values. different: number of different prompts. num_samples: responses per prompt.
+      per_prompt: the values. num_samples: responses per prompt.
+      different: number of different prompts; where some repeat more than others, Kish's P^2 / sum of squared times.
     """
     low, high = min(0.0, float(per_prompt.min())), max(1.0, float(per_prompt.max()))
     mean, variance = (per_prompt.mean() - low) / (high - low), per_prompt.var() / (high - low) ** 2

@@ -21,6 +21,7 @@ What each number means, and how far it can be trusted: `run/estimators.py`.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
@@ -123,10 +124,10 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     votes = [[_vote(answer) for answer in row] for row in answers]
 
     questions = [(group.prompt.text, group.prompt.answer) for group in groups]
-    different = len(set(questions))
+    asked = np.array([*collections.Counter(questions).values()])
 
     def mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
-        low, high = interval(per_prompt, different, num_samples)
+        low, high = interval(per_prompt, len(groups) ** 2 / float((asked**2).sum()), num_samples)
         found = {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/low": low, f"{name}/high": high}
         if (error := standard_error(per_prompt, questions)) is not None:
             found[f"{name}/stderr"] = error
@@ -142,7 +143,7 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
         "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
         "eval/error_tokens": float(np.mean(np.concatenate([c.logprobs[c.drawn] for c in flat]) < np.log(PROBABILITY))),
         "eval/prompts": float(len(groups)),
-        "eval/different_prompts": float(different),
+        "eval/different_prompts": float(len(asked)),
         "eval/responses": float(len(flat)),
         **mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
         **{f"eval/source/{part}/reward": float(np.mean(values)) for part, values in by_part.items()},

@@ -11,6 +11,7 @@ import pytest
 from qarl_jax import train
 from qarl_jax.rewards import Grader, exact, format, total
 from qarl_jax.run import config, evaluation
+from qarl_jax.run.estimators import interval
 from qarl_jax.types import Prompt, Turn, UserError
 from tests.reference import tiny
 from tests.reference.rollouts import Characters, completion
@@ -62,6 +63,13 @@ def test_numbers_and_their_standard_errors_by_hand():
     assert m["eval/maj_at_2"] == pytest.approx((0.5 + 0.5) / 2)
     assert m["eval/reward/best"] == 1.0
     assert (m["eval/prompts"], m["eval/different_prompts"], m["eval/responses"]) == (2.0, 2.0, 8.0)
+
+
+def test_a_question_asked_more_often_than_others_widens_the_interval():
+    m = measured(exact.Config(), ["1", "1", "1", "2"], *[["1", "3"]] * 4).metrics
+    wanted = interval(np.array([0.5, 0.5, 0.5, 0.0]), 16 / (9 + 1), 2)
+    assert (m["eval/avg_at_2/low"], m["eval/avg_at_2/high"]) == pytest.approx(wanted)
+    assert m["eval/different_prompts"] == 2
 
 
 def test_tokens_of_an_environment_are_neither_length_nor_errors():
