@@ -27,8 +27,8 @@ class Mean:
     """A weighted mean, kept as two sums until `value` divides them.
 
     Attributes:
-      total: float32 scalar, the sum of what is averaged.
-      count: float32 scalar, the sum of the weights (0 is allowed: `value` is then 0).
+      total: float32 scalar, the sum of what is averaged; int32 behind `counted`.
+      count: likewise, the sum of the weights (0 is allowed: `value` is then 0).
     """
 
     total: Any
@@ -108,6 +108,14 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> Mean:
     return Mean(jnp.where(mask, x, 0.0).astype(jnp.float32).sum(), mask.astype(jnp.float32).sum())
 
 
+def counted(share: Mean) -> Mean:
+    """Returns a micro-batch's share of tokens with its two numbers in int32, to which others are added exactly.
+
+    Float32 skips whole numbers beyond 2^24: in an update of more tokens a single one would not count.
+    """
+    return Mean(jnp.asarray(share.total).astype(jnp.int32), jnp.asarray(share.count).astype(jnp.int32))
+
+
 def masked_max(x: jax.Array, mask: jax.Array) -> Max:
     """Returns the maximum of `x` where `mask` is true, both [B, ...]; 0 if `mask` is false everywhere.
 
@@ -132,8 +140,9 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def _divided(mean: Mean) -> float:
+    kind = np.float64 if np.asarray(mean.count).dtype.kind == "i" else np.float32
     with np.errstate(all="ignore"):
-        return float(np.float32(mean.total) / np.float32(mean.count)) if mean.count > 0 else 0.0
+        return float(kind(mean.total) / kind(mean.count)) if mean.count > 0 else 0.0
 
 
 def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:

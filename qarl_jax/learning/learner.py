@@ -37,7 +37,7 @@ from qarl_jax.learning.state import TrainState, fresh_state
 from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, holder, joined
 from qarl_jax.loss import Loss, Objective, normalized
 from qarl_jax.loss.common import diagnostics
-from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
+from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, counted, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models import sums as accumulators
 from qarl_jax.models.logprobs import token_logprobs
@@ -405,7 +405,7 @@ class Learner:
         def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
             logprobs, entropy = self._logprobs(params, qweights, batch, place, sums)
             old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
-            equal = masked_mean((jax.lax.stop_gradient(logprobs) == old).astype(jnp.float32), mask)
+            equal = counted(masked_mean((jax.lax.stop_gradient(logprobs) == old).astype(jnp.float32), mask))
             inputs = LossInputs(
                 logprobs=logprobs,
                 old_logprobs=old,

@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 from qarl_jax import models, quant
-from qarl_jax.learning.learner import Learner
+from qarl_jax.learning.learner import EXACT, Learner, is_exact
 from qarl_jax.loop.publisher import Publisher, by_layer, code_flips
 from qarl_jax.loop.updates import Updates
-from qarl_jax.metrics import merge, values
+from qarl_jax.metrics import Mean, merge, values
 from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.optim import build
 from tests.reference import launches, tiny
@@ -96,6 +96,21 @@ def test_parts_of_a_batch_sum_to_its_gradient():
     assert_close(grads, wanted, 1e-5)
     for key, value in values(total).items():
         assert value == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.slow
+def test_one_token_that_differs_counts_among_a_billion():
+    """Float32 would add a micro-batch's count to 2^30 in steps of 128."""
+    rows, made, state = packed(), *fresh()
+    qweights, micro = made.quantize(state.params), made.put(rows.batch)
+    old, _ = made.score(state.params, qweights, micro)
+    row, column = np.argwhere(rows.batch.loss_mask)[0]
+    _, measured = made.accumulate_grads(
+        made.zero_grads(state), state.params, qweights, micro, old.at[row, column].add(1), *counts_of(rows)
+    )
+    total = merge(measured, {EXACT: Mean(np.int32(2**30), np.int32(2**30))})
+    assert not is_exact(total)
+    assert values(total)[EXACT] < 1
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses, prepare
-from qarl_jax.metrics import Metric, masked_max
+from qarl_jax.metrics import Metric, counted, masked_max
 from qarl_jax.types import LossInputs
 
 
@@ -53,7 +53,7 @@ def batch_metrics(r: Responses) -> dict[str, Metric]:
     return {
         "mismatch/k1": r.token_mean(-log_w),
         "mismatch/k3": r.token_mean(_k3(log_w)),
-        "mismatch/exact": r.token_mean(log_w == 0),
+        "mismatch/exact": counted(r.token_mean(log_w == 0)),
         "mismatch/max_abs": masked_max(jnp.abs(log_w), r.mask),
         "mismatch/mean_abs": r.token_mean(jnp.abs(log_w)),
         "mismatch/prob_error": r.token_mean(_exp(jnp.abs(log_w))),
