@@ -3,8 +3,8 @@
 """A checkpoint's stamp: the config and arithmetic of its policy, which resume, evaluate and export read.
 
 A start writes its settings with the first step that it trains (`loop.setup.Run.begin_record`), so a start that trains
-nothing changes no record. Settings that define the policy (`POLICY`) cannot change within a run. Other settings may;
-run.json has the step of each change.
+nothing changes no record. Settings that define the policy (`POLICY`) or the arrays of the optimizer's state cannot
+change within a run. Other settings may; run.json has the step of each change.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ POLICY = (
 """Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
 rollout.engine.name come to is one more."""
 _CRITIC = "critic.lora"  # its base is in no checkpoint
+_OPTIMIZER = tuple(
+    f"{of}.{name}"
+    for of in ("optimizer", "critic.optimizer")
+    for name in ("name", "moment_dtype", "second_moment_dtype")
+)
+"""Settings that say which arrays an optimizer's state has."""
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 
@@ -141,7 +147,7 @@ def changes(cfg: RunConfig, found: dict[str, Any]) -> list[str]:
 
 
 def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) -> None:
-    """Refuses to resume a saved policy under settings that would change what the policy computes.
+    """Refuses to resume a saved policy under settings that would change what it computes, or its optimizer's arrays.
 
     Args:
       found: the saved policy's stamp (`of`).
@@ -161,7 +167,8 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             held.append(f"quant.engine {was.profile} -> {profile}")
     if held:
         link = ", with a link to a model folder that was moved" if held[0].startswith("model.path") else ""
-        kind = "critic" if other == [_CRITIC] and len(held) == 1 else "policy"
+        kinds = {"critic" if key == _CRITIC else "optimizer" if key in _OPTIMIZER else "policy" for key in other}
+        kind = kinds.pop() if len(kinds) == 1 and len(held) == len(other) else "policy"
         raise UserError(
             f"cannot resume {cfg.run_dir}: {'; '.join(held)} would make another {kind} of the one that step"
             f" {found['step']} saved. Restore {'it' if len(held) == 1 else 'them'}{link}, or start a new run_dir, whose"
@@ -194,8 +201,8 @@ def _adapters(tree: dict[str, Any], anchored: bool) -> dict[str, str]:
 
 
 def _policy(flat: dict[str, Any]) -> dict[str, Any]:
-    """Resolves the settings of `POLICY`, and a critic's adapters, so that two ways to write one thing are equal."""
-    out = {key: flat[key] for key in (*POLICY, _CRITIC) if key in flat}
+    """Resolves the settings of `POLICY`, the optimizers' and a critic's adapters: two ways to write one are equal."""
+    out = {key: flat[key] for key in (*POLICY, *_OPTIMIZER, _CRITIC) if key in flat}
     out["model.path"] = os.path.realpath(out["model.path"])
     out["quant.rollout"] = out["quant.rollout"] or out["quant.forward"]
     return out

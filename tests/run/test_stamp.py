@@ -150,6 +150,15 @@ def test_every_setting_that_makes_a_policy_is_one_of_the_config_and_is_tried_her
     assert set(stamp.POLICY) == {*JAX, *VLLM} - {"quant.engine", "rollout.engine"}
 
 
+@pytest.mark.parametrize("change", ["name muon -> adamw", "moment_dtype float32 -> int8"])
+def test_a_run_goes_on_with_the_optimizer_whose_state_it_saved(worlds, change):
+    """Refused before weights are read, by the name of the setting."""
+    found, (name, _, _, value) = stamp.of(worlds["jax"].run_dir), change.split()
+    other = config.load(worlds["jax"].command()[1], [f"optimizer.{name}={value}", "train.steps=9"])
+    with pytest.raises(UserError, match=rf"cannot resume .*: optimizer\.{change} would make another optimizer"):
+        stamp.check_same_policy(other, found, on_gpu=False)
+
+
 def test_what_means_the_same_and_another_machine_are_no_change(worlds):
     world = worlds["vllm"]
     found = stamp.of(world.run_dir)
