@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import models, train
-from qarl_jax.loop import resume
+from qarl_jax.loop import resume, setup
 from qarl_jax.observe import recorder
 from qarl_jax.run import config
 from qarl_jax.run.checkpoint import Checkpoints
@@ -239,7 +239,8 @@ def one_step(world):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_over_the_same_data_only(one_step, capsys):
+def test_a_run_resumes_over_the_same_data_only(one_step, capsys, monkeypatch):
+    monkeypatch.setattr(setup.build, "make_engine", lambda *_: pytest.fail("refused only after the engine has started"))
     for override, name in [
         ("data.max_prompt_len=9", "the data set (its file, parameters, template or split)"),
         ("seed=4", "seed"),

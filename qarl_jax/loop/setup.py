@@ -70,6 +70,8 @@ class Run:
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))
+        if saved is not None:
+            self.stream.check_state(saved["data"])
         self._starting = startup.SideBySide()
         graphdef = build.policy_graphdef(cfg, stamp.learner_numerics(cfg, saved))
         self._graphdef = graphdef
@@ -137,7 +139,6 @@ class Run:
         restored = resume.restore(self.cfg, self.checkpoints, self.observer, self._entries())
         if restored is None:
             return {}
-        self.stream.check_state(restored.extra["data"])
         names = self.state.entries()
         self.state, self.start = TrainState(**{name: restored.state[name] for name in names}), restored.step
         if self.critic is not None:

@@ -101,7 +101,9 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     step, extra = found
     if "config" not in extra:
         raise UserError(f"{checkpoints.path(step)} holds no config: it is not the checkpoint of a run's policy.")
-    return {"step": step} | {key: extra[key] for key in ("config", "numerics", "base", "start") if extra.get(key)}
+    return {"step": step} | {
+        key: extra[key] for key in ("config", "numerics", "base", "start", "data") if extra.get(key)
+    }
 
 
 def config_of(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
