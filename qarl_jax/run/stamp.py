@@ -176,6 +176,11 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             f" {found['step']} saved. Restore {'it' if len(held) == 1 else 'them'}{link}, or start a new run_dir, whose"
             " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
         )
+    if cfg.critic is not None and found["config"].get("critic", ...) is None:
+        raise UserError(
+            f"cannot resume {cfg.run_dir}: step {found['step']} saved no critic. Set critic=null and another"
+            " advantage.name, or start a new run_dir, whose model.path may be this policy."
+        )
     _check_base(cfg, found)
     start = found.get("start")
     if anchored and cfg.lora is not None and start and start != _start(cfg):

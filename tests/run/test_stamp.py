@@ -159,6 +159,16 @@ def test_a_run_goes_on_with_the_optimizer_whose_state_it_saved(worlds, change):
         stamp.check_same_policy(other, found, on_gpu=False)
 
 
+def test_a_critic_cannot_join_a_run_and_may_leave_it(worlds):
+    critic = {"critic": {}, "advantage": {"name": "gae"}, "loss": {"name": "ppo"}}
+    without, judged = worlds["jax"].config, worlds["jax"].changed(**critic).config
+    with pytest.raises(UserError, match=r"cannot resume .*: step 2 saved no critic\. Set critic=null"):
+        stamp.check_same_policy(judged, stamp.of(worlds["jax"].run_dir), on_gpu=False)
+    found = stamp.make(judged, judged.numerics.profile) | {"step": STEPS}
+    for cfg in (judged, without):
+        stamp.check_same_policy(cfg, found, on_gpu=False)
+
+
 def test_what_means_the_same_and_another_machine_are_no_change(worlds):
     world = worlds["vllm"]
     found = stamp.of(world.run_dir)
