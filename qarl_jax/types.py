@@ -140,6 +140,11 @@ class RolloutGroup:
     rewards: np.ndarray
     texts: tuple[str, ...] = ()
 
+    @property
+    def valid(self) -> np.ndarray:
+        """The responses whose environment did not fail, [len(completions)] bool."""
+        return np.array([completion.finish_reason != "abort" for completion in self.completions])
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)

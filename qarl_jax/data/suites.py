@@ -63,7 +63,7 @@ class Suite:
       file: the file that `make data` writes; empty: none, give --suite-data.
       where: only rows of that file whose columns have these values.
       leave_out: ids of rows to leave out.
-      max_response_len: tokens of a response, if the run's config does not say more.
+      max_response_len: tokens of a response, whatever the run's own limit; eval.max_response_len=N overrides it.
       presets: changes of a preset for this suite, over its usual settings.
       judge: settings of the rule's reward for this suite.
     """

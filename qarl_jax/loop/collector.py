@@ -14,11 +14,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from qarl_jax.data import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer
-from qarl_jax.loop import pipeline
+from qarl_jax.loop import pipeline, step_metrics
 from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import Request, RolloutEngine, dynamic_sampling, partial_rollouts, requests_for
@@ -75,7 +73,7 @@ class Collector:
             prompts = [self._stream.source.prompt(i) for i in self._stream.indices(step)]
             groups, parts = self._sampled(step, prompts, 0, add)
             collected = Collected(groups=groups, sampled=groups, parts=dict(parts), metrics={})
-        self._mean_reward = step, float(np.mean([group.rewards.mean() for group in collected.sampled]))
+        self._mean_reward = step, float(step_metrics.graded(collected.sampled).mean())
         return collected
 
     def _continued(self, step: int) -> Collected:

@@ -23,6 +23,7 @@ from jaxtyping import Float
 
 from qarl_jax import data, models
 from qarl_jax.learning.state import TrainState
+from qarl_jax.loop import step_metrics
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates, advantages_of, packed_rows
@@ -120,7 +121,7 @@ class Session:
         groups, advantages = advantages_of(self.cfg, collected.groups)
         self.state, learning = self._updates.run(self.state, groups, advantages, self.step)
         self.step += 1
-        reward = float(np.mean([group.rewards for group in collected.sampled]))
+        reward = float(step_metrics.graded(collected.sampled).mean())
         published = self.publish()
         return learning.result().metrics | published | {"reward/mean": reward}
 

@@ -76,27 +76,36 @@ def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
     return out
 
 
+def graded(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """Returns the rewards of all responses whose environment did not fail, float64 [n]; one 0 if there is none."""
+    found = np.concatenate([group.rewards[group.valid] for group in groups]).astype(np.float64)
+    return found if found.size else np.zeros(1)
+
+
 def rollout_metrics(
     groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
 ) -> dict[str, float]:
     """Measures sampled responses and their rewards. `advantages`: of each response in its group; None with a critic."""
-    rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
+    rewards = graded(groups)
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([int(completion.drawn.sum()) for completion in completions])
+    whole = [completion for completion in completions if completion.finish_reason != "abort"]
+    lengths = np.array([int(completion.drawn.sum()) for completion in whole or completions])
     drawn_under = [completion.policy_version for completion in completions if completion.versions]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/best": float(rewards.max(1).mean()),
+        "reward/best": float(np.mean([graded([group]).max() for group in groups if group.valid.any()] or [0.0])),
         **(
             {}
             if advantages is None
             else {"reward/zero_advantage_groups": float((advantages == 0).reshape(len(advantages), -1).all(1).mean())}
         ),
-        **_term_metrics(parts),
+        **_term_metrics(
+            {name: values[np.concatenate([group.valid for group in groups])] for name, values in parts.items()}
+        ),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
-        "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
+        "response/truncated": float(np.mean([c.finish_reason != "stop" for c in whole or completions])),
         **({"rollout/version": float(min(drawn_under))} if drawn_under else {}),
         "response/tokens": float(lengths.sum()),
         **_turn_metrics(completions),
@@ -116,8 +125,8 @@ def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     names = [group.prompt.meta.get("mix_part") for group in groups]
     out: dict[str, float] = {}
     for name in dict.fromkeys(names):
-        mine = [group.rewards.mean() for group, source in zip(groups, names, strict=True) if source == name]
-        out |= {f"source/{name}/share": len(mine) / len(groups), f"source/{name}/reward": float(np.mean(mine))}
+        mine = [group for group, source in zip(groups, names, strict=True) if source == name]
+        out |= {f"source/{name}/share": len(mine) / len(groups), f"source/{name}/reward": float(graded(mine).mean())}
     return out if None not in names else {}
 
 

@@ -71,7 +71,7 @@ def advantages_of(
     if isinstance(cfg.advantage, Nothing):
         advantages = np.zeros(advantages.shape, np.float32)
     elif cfg.critic is None:
-        valid = np.array([[c.finish_reason != "abort" for c in group.completions] for group in groups])
+        valid = np.array([group.valid for group in groups])
         if cfg.advantage.level == "turn":
             advantages = turn_advantages(rewards, cfg.advantage.name, valid=valid)
         else:

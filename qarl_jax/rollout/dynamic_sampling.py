@@ -89,7 +89,7 @@ def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") 
         size = len(group.completions)
         values = np.asarray(parts[metric][at : at + size] if metric else group.rewards, np.float64)
         values = np.where(np.isnan(values), group.rewards, values)
-        values = values[[completion.finish_reason != "abort" for completion in group.completions]]
+        values = values[group.valid]
         out[i] = len(values) > 1 and values.max() - values.min() >= _SAME
         at += size
     return out

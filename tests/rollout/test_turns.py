@@ -295,7 +295,16 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
         dataclasses.replace(one, versions=(VersionSpan(version=7, start=0, end=2),)) for one in group.completions[:2]
     ]
     of_all = dataclasses.replace(group, completions=(*newer, failed), rewards=group.rewards[:3], texts=group.texts[:3])
-    assert rollout_metrics([of_all], {}, None)["rollout/version"] == 7
+    numbers, without = (
+        rollout_metrics(
+            [dataclasses.replace(of_all, completions=of_all.completions[:n], rewards=of_all.rewards[:n])], {}, None
+        )
+        for n in (3, 2)
+    )
+    assert numbers["rollout/version"] == 7
+    assert (numbers["reward/mean"], numbers["turns/failed"]) == (0.5, 1 / 3)
+    left = {key: value for key, value in numbers.items() if not key.startswith("turns/")}
+    assert left == {key: value for key, value in without.items() if not key.startswith("turns/")}
     assert "rollout/version" not in rollout_metrics([dataclasses.replace(of_all, completions=(failed,) * 3)], {}, None)
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
     _, advantages = updates.advantages_of(cfg, [group])
