@@ -38,7 +38,7 @@ if [ "$start" = training ] || [ "$start" = nested ]; then
   [ -e "$work/model" ] || XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" \
     "$python" -m qarl_jax.qat --config configs/qat/smollm2_135m_gpu.yaml data.source.path="$answers" data.template=chat \
     data.system='Please reason step by step, and put your final answer within \boxed{}.' \
-    model.path="$model" model.dtype=bfloat16 "stages=$stages" "${size[@]}" out="$work/model" >>"$work/qat.log" 2>&1
+    model.path="$model" "stages=$stages" "${size[@]}" out="$work/model" >>"$work/qat.log" 2>&1
   model=$work/model
 elif [ "$start" != rounding ]; then
   echo "$start: rounding, training or nested" >&2

@@ -251,6 +251,8 @@ def _run(cfg: Config, job: Job) -> None:
                 facts["kl"], found = _distill(cfg, cfg.distill, job, staging, task)
                 perplexity |= found
                 _tell(perplexity)
+                if found["distilled"] > perplexity.get("trained", found["distilled"]):
+                    print("end-to-end training did harm: lower distill.optimizer.lr, or set distill=null", flush=True)
             made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), perplexity=perplexity, **facts)
     shutil.rmtree(cfg.work)
     print(f"wrote {cfg.out}; RL starts from it with model.path={cfg.out} quant.forward={cfg.stages[-1]}")

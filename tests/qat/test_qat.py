@@ -186,6 +186,13 @@ def test_distillation_on_the_models_own_text_brings_the_distributions_together(w
 
 
 @pytest.mark.slow
+def test_distillation_that_does_harm_says_so(world, capsys):
+    learned = {"epochs": 1, "batch": 2, "optimizer": {"name": "adamw", "lr": 3.0, "weight_decay": 0.0}}
+    assert run(world, tree(world, "harmed", distill=learned)) == 0
+    assert "did harm: lower distill.optimizer.lr, or set distill=null" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_distillation_alone_begins_with_the_model_and_stores_what_enters_a_layer(world, trained, monkeypatch):
     remat, run_distillation = [], distill.distill
 
