@@ -6,10 +6,11 @@ With d = logprobs - ref_logprobs, clamped to +-20:
 
 | kind | value | gradient |
 |---|---|---|
-| k1 | d | of d: zero in expectation, a metric rather than a loss |
 | k2 | d^2 / 2 | of d^2 / 2: unbiased for KL(policy || reference) on-policy |
 | k3 | exp(-d) - 1 + d, at most 10 | of the value, 0 where clamped |
 | k3+ | as k3 | as k2 |
+
+The estimator k1, d itself, is a metric alone: its gradient is zero in expectation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare, require
 from qarl_jax.metrics import Mean, Metric, masked_max
 from qarl_jax.types import LossInputs
 
-KINDS = ("k1", "k2", "k3", "k3+")
+KINDS = ("k2", "k3", "k3+")
 MAX_K3 = 10.0
 
 
@@ -50,8 +51,6 @@ class Config:
 def estimate(difference: Float[Array, ...], kind: str) -> Float[Array, ...]:
     """Estimates the KL per token from logprobs - ref_logprobs (finite, any shape); `kind` is one of `KINDS`."""
     d = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if kind == "k1":
-        return d
     k2 = 0.5 * d * d
     if kind == "k2":
         return k2
@@ -68,7 +67,7 @@ def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     mean = aggregate(estimate(difference, cfg.kind), r, cfg.aggregation)
     now = jax.lax.stop_gradient(difference)
     metrics: dict[str, Metric] = {
-        "kl/k1": r.token_mean(estimate(now, "k1")),
+        "kl/k1": r.token_mean(jnp.clip(now, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
         "kl/k3": r.token_mean(estimate(now, "k3")),
         "kl/max_abs": masked_max(jnp.abs(now), r.mask),
     }

@@ -92,13 +92,13 @@ class KLConfig:
       coef: weight of the KL term; 0: none, as in QaRL. QuRL's DeepScaleR runs: 1e-3.
       reference: start (the initial policy under the learner's scheme), masters (the policy's masters in bf16:
         self-distillation), or a model folder, in bf16 (on-policy distillation). See `run/reference.py`.
-      kind: estimator: k1, k2, k3, or k3+ (k3's value, k2's gradient).
+      kind: estimator: k2, k3, or k3+ (k3's value, k2's gradient).
       aggregation: token-mean, seq-mean-token-mean or seq-mean-token-sum.
     """
 
     coef: float = 0.0
     reference: str = "start"
-    kind: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    kind: Literal["k2", "k3", "k3+"] = "k3"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
 
     def __post_init__(self) -> None:

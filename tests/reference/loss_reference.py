@@ -241,8 +241,8 @@ def kl(batch: Batch, ref, kind):
             raw = float(batch.lp[b, t] - ref[b, t])
             d, inside = clamp(raw, -20, 20), abs(raw) < 20
             k3 = math.exp(-d) - 1 + d
-            v = {"k1": d, "k2": d * d / 2, "k3": min(k3, 10), "k3+": min(k3, 10)}[kind]
-            g = {"k1": 1.0, "k2": d, "k3": (1 - math.exp(-d)) if k3 < 10 else 0.0, "k3+": d}[kind]
+            v = {"k2": d * d / 2, "k3": min(k3, 10), "k3+": min(k3, 10)}[kind]
+            g = {"k2": d, "k3": (1 - math.exp(-d)) if k3 < 10 else 0.0, "k3+": d}[kind]
             value += v / total
             grad[b, t] = (g if inside else 0.0) / total
     return value, grad
