@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of RL at two and three bits can be run: its commands and arms are configs that load."""
 
+import json
 import pathlib
 import re
 import shlex
+import sys
 
 import pytest
 
+from experiments.qat import report
 from qarl_jax.qat import command
 from qarl_jax.run import config
 from qarl_jax.typed_config import load
@@ -38,3 +41,19 @@ def test_the_arms_are_aligned_or_quantized_rollout(bits):
         assert cfg.quant.rollout_scheme == given[0].partition("=")[2]
         assert cfg.quant.forward == ("bf16" if name == "rollout" else cfg.quant.rollout_scheme)
         assert cfg.train.steps == 30
+
+
+def test_the_report_pairs_arms_by_seed_and_question(tmp_path, capsys, monkeypatch):
+    answers = {"qarl": ("1100", "1110"), "rollout": ("1000", "1100")}
+    lines = [{"model": "one"}] + [
+        {"start": "rounding", "scheme": "w2a16_asym:g32", "arm": arm, "seed": seed, "held_out": digits}
+        for arm, each in answers.items()
+        for seed, digits in enumerate(each, 1)
+    ]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "runs.jsonl")])
+    report.main()
+    said = capsys.readouterr().out
+    assert "qarl     +62.50 +- " in said
+    assert "by seed 50.00, 75.00" in said
+    assert "qarl less rollout +25.00 +- " in said

@@ -1,0 +1,48 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m experiments.qat.report [FILE]`: accuracies of PLAN.md's runs, and QaRL less quantized rollout.
+
+FILE (results/rl_h200.jsonl) has a line per run; `held_out` is a digit per question, 1 where the answer was right.
+Intervals are of 95 %, by `stats.estimate`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+from experiments.qwen25_coder import stats
+
+FILE = pathlib.Path(__file__).parent / "results/rl_h200.jsonl"
+
+
+def arms(file: pathlib.Path) -> dict[tuple[str, str], dict[str, np.ndarray]]:
+    """Reads the answers to held-out questions: (beginning, scheme) -> arm -> [seeds, questions], by seed."""
+    found: dict[tuple[str, str], dict[str, list[list[int]]]] = {}
+    for run in map(json.loads, file.read_text().splitlines()):
+        if "start" in run and "held_out" in run:
+            of = found.setdefault((run["start"], run["scheme"]), {})
+            of.setdefault(run["arm"], []).append([int(digit) for digit in run["held_out"]])
+    return {of: {arm: np.array(x, np.float64) for arm, x in each.items()} for of, each in found.items()}
+
+
+def said(x: np.ndarray) -> str:
+    """Returns mean and half of the interval of x [seeds, questions], in points."""
+    size = stats.estimate(x)
+    return f"{100 * size.mean:+.2f} +- {100 * size.half:.2f}"
+
+
+def main() -> None:
+    for (start, scheme), each in arms(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FILE).items():
+        print(f"{scheme} from {start}")
+        for arm, x in each.items():
+            print(f"  {arm:<8} {said(x)}  by seed {', '.join(f'{100 * one:.2f}' for one in x.mean(1))}")
+        if {"qarl", "rollout"} <= each.keys():
+            print(f"  qarl less rollout {said(each['qarl'] - each['rollout'])}")
+
+
+if __name__ == "__main__":
+    main()
