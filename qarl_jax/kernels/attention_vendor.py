@@ -125,9 +125,9 @@ def cudnn_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]] | None,
+    packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]],
 ) -> Float[Array, "B T N H"]:
-    """Computes causal attention by cuDNN, bfloat16. packed_runs: from `runs`; None: one sequence per row.
+    """Computes causal attention by cuDNN within runs (`runs`), bfloat16.
 
     Where the gradient of all runs would take more than `WORKSPACE_BYTES`, it takes a few runs at a time
     (`runs_at_once`), none of them empty, and repeats the forward.
@@ -136,8 +136,6 @@ def cudnn_attention(
     if T % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         return cudnn_attention(q, k, v, packed_runs)[:, :T]
-    if packed_runs is None:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     rows = -(-B // batch_shards(jax.sharding.get_abstract_mesh()))
     most = packed_runs[1].shape[1]
     at_once = runs_at_once(rows * T, N, H, most)

@@ -42,14 +42,13 @@ _QUERY_CHUNK = 512
 _MAX_CHUNKS = 16
 
 
-def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool, numerics: Numerics = PLAIN) -> str:
+def choose(attention: str, dtype: Any, head_dim: int, length: int, numerics: Numerics = PLAIN) -> str:
     """Chooses an implementation at trace time: "xla", "cudnn", "splash" or "flash3".
 
     Args:
       attention: the config's value. "auto": flash3 where `numerics` sums in blocks and the GPU has it, else the
         backend's fused kernel, else xla. "flash3" becomes "xla", with a warning, where the GPU lacks it.
       dtype, head_dim, length: of the queries.
-      packed: rows hold several segments.
     """
     if attention == "flash3" and (lacks := flash3_lacks(dtype, head_dim)) is not None:
         warnings.warn(f"attention=flash3 needs {lacks}: attention=xla runs instead, in the same blocks", stacklevel=2)
@@ -61,7 +60,7 @@ def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bo
     if numerics.block_attention and flash3_lacks(dtype, head_dim) is None:
         return "flash3"
     backend = jax.default_backend()
-    if backend == "gpu" and head_dim <= 128 and head_dim % 8 == 0 and (not packed or cudnn_packs()):
+    if backend == "gpu" and head_dim <= 128 and head_dim % 8 == 0 and cudnn_packs():
         return "cudnn"
     return "splash" if backend == "tpu" and head_dim % 128 == 0 and length % 128 == 0 else "xla"
 
@@ -84,7 +83,7 @@ def attention(
       q_slots: slot of each query among the S keys (decoding with a cache): key s is seen iff s <= slot. None: slot t.
       segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment is
         seen. Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
-      packed_runs: `attention_vendor.runs` of the segment ids, for cudnn; None: computed here, T runs.
+      packed_runs: `attention_vendor.runs` of the segment ids, for cudnn; None: computed here.
       implementation: "auto", "xla", "cudnn", "splash" or "flash3" (see `choose`); with q_slots always xla.
       numerics: the arithmetic of the mirrored engine; xla follows it, and "auto" chooses by it.
 
@@ -95,15 +94,15 @@ def attention(
     S, K = k.shape[1:3]
     chosen = "xla"
     if q_slots is None:
-        chosen = choose(implementation, q.dtype, H, T, packed=segment_ids is not None, numerics=numerics)
+        chosen = choose(implementation, q.dtype, H, T, numerics)
     if chosen == "cudnn":
-        if packed_runs is None and segment_ids is not None:
-            packed_runs = runs(segment_ids, T)
+        if packed_runs is None:
+            packed_runs = runs(jnp.ones((B, T), jnp.int32), 1) if segment_ids is None else runs(segment_ids, T)
         return cudnn_attention(q, k, v, packed_runs)
     if chosen == "splash":
         return splash_attention(q, k, v, segment_ids)
     if chosen == "flash3":
-        backward = choose("auto", q.dtype, H, T, packed=segment_ids is not None)
+        backward = choose("auto", q.dtype, H, T)
         return checkpoint_name(_flash3(backward, False, q, k, v, segment_ids, packed_runs), ATTENTION_OUTPUT)
 
     attend = functools.partial(_attend, numerics=numerics)

@@ -200,7 +200,7 @@ def test_bounds_of_segments():
 
 
 def test_where_it_cannot_be_had_the_xla_form_runs_and_the_warning_says_why(monkeypatch):
-    pick = functools.partial(choose, "flash3", length=64, packed=True)
+    pick = functools.partial(choose, "flash3", length=64)
     with pytest.warns(UserWarning, match="attention=flash3 needs a GPU: attention=xla runs instead"):
         assert pick(jnp.dtype("bfloat16"), 128) == "xla"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -30,14 +30,16 @@ def operands():
 
 
 @functools.cache
-def reference():
-    """Output and gradients (dq, dk, dv) of the formula, written out in float64.
+def reference(packed=True):
+    """Output and gradients (dq, dk, dv) of the formula, written out in float64; without `packed` of one run per row.
 
     p = softmax(s) with s = q k / sqrt(H); dv = p^T g; dp = g v^T; ds = p (dp - sum p dp); dq = ds k, dk = ds^T q.
     """
     q, k, v, g = operands()
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
-    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & np.tril(np.ones((T, T), bool))
+    seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, T, T))
+    if packed:
+        seen = seen & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
     for b in range(B):
         for n in range(N):
             kv = n // (N // K)
@@ -59,9 +61,9 @@ def value_and_gradients(attend, dtype):
     return out, *vjp(g)
 
 
-def check(found, tol):
+def check(found, tol, packed=True):
     """Per array, the largest error against the largest value."""
-    for got, want in zip(found, reference(), strict=True):
+    for got, want in zip(found, reference(packed), strict=True):
         assert np.abs(np.asarray(got, np.float64) - want).max() <= tol * np.abs(want).max()
 
 
@@ -88,6 +90,8 @@ def test_cudnn_attention_and_its_gradients_equal_float64(at_once, monkeypatch):
     for segments in (None, runs(ids, 3), runs(ids, 17)):  # a tighter or looser bound on the runs changes nothing
         attend = functools.partial(attention, segment_ids=ids, packed_runs=segments, implementation="cudnn")
         check(jax.jit(lambda: value_and_gradients(attend, jnp.bfloat16))(), 2e-2)  # noqa: B023
+    whole = functools.partial(attention, implementation="cudnn")
+    check(jax.jit(lambda: value_and_gradients(whole, jnp.bfloat16))(), 2e-2, packed=False)
 
 
 @jax.custom_vjp
@@ -125,6 +129,12 @@ def test_gradients_of_a_few_runs_at_a_time_are_those_of_all(at_once, monkeypatch
     for most in (3, 17):
         attend = lambda q, k, v: attention_vendor.cudnn_attention(q, k, v, runs(ids, most))  # noqa: B023, E731
         check(jax.jit(lambda: value_and_gradients(attend, jnp.float32))(), 1e-5)  # noqa: B023
+
+
+def test_rows_without_segments_are_a_run_each(monkeypatch):
+    monkeypatch.setattr(attention_vendor, "_packed", as_cudnn)
+    whole = functools.partial(attention, implementation="cudnn")
+    check(jax.jit(lambda: value_and_gradients(whole, jnp.float32))(), 1e-5, packed=False)
 
 
 def test_the_workspace_of_the_backward_stays_within_its_bytes():
@@ -201,21 +211,20 @@ def test_splash_attention_splits_rows_and_heads_by_hand_on_a_mesh():
 
 def test_auto_takes_the_kernel_of_the_backend(monkeypatch):
     auto = functools.partial(choose, "auto", jnp.dtype("bfloat16"), 128, 1024)
-    assert auto(packed=True) == "xla"
+    assert auto() == "xla"
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert auto(packed=True) == "splash"
-    assert choose("auto", jnp.dtype("bfloat16"), 128, 1000, packed=True) == "xla"  # not in blocks of 128
+    assert auto() == "splash"
+    assert choose("auto", jnp.dtype("bfloat16"), 128, 1000) == "xla"  # not in blocks of 128
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for hopper in (False, True):
         monkeypatch.setattr("qarl_jax.models.attention.cudnn_packs", lambda: hopper)  # noqa: B023
-        assert auto(packed=False) == "cudnn"
-        assert auto(packed=True) == ("cudnn" if hopper else "xla")
-        assert auto(packed=True, numerics=resolve("cuda")) == auto(packed=True)  # not a Hopper GPU, by its device
+        assert auto() == ("cudnn" if hopper else "xla")
+        assert auto(numerics=resolve("cuda")) == auto()  # not a Hopper GPU, by its device
     monkeypatch.setattr("qarl_jax.models.attention.flash3_lacks", lambda dtype, head_dim: None)
-    assert auto(packed=True, numerics=resolve("cuda")) == "flash3"
-    assert auto(packed=True, numerics=resolve("plain")) == "cudnn"
-    assert choose("auto", jnp.dtype("float32"), 128, 1024, packed=False) == "xla"
-    assert choose("xla", jnp.dtype("bfloat16"), 128, 1024, packed=False) == "xla"
+    assert auto(numerics=resolve("cuda")) == "flash3"
+    assert auto(numerics=resolve("plain")) == "cudnn"
+    assert choose("auto", jnp.dtype("float32"), 128, 1024) == "xla"
+    assert choose("xla", jnp.dtype("bfloat16"), 128, 1024) == "xla"
 
 
 def test_a_row_that_splash_cannot_take_is_refused_with_what_to_do():
@@ -228,18 +237,17 @@ def test_a_row_that_splash_cannot_take_is_refused_with_what_to_do():
 def test_cudnn_is_given_rows_of_even_length_and_the_result_is_that_of_the_row(monkeypatch):
     """Its backward refuses others; rows of a data set's longest response may have any length."""
     q, k, v, _ = (jnp.asarray(x[:, :37], jnp.float32) for x in operands())
-    plain, lengths = jax.nn.dot_product_attention, []
+    lengths = []
 
-    def recorded(q, k, v, *, is_causal, implementation):
-        assert implementation == "cudnn"
+    def recorded(q, k, v, packed_runs):
         lengths.append(q.shape[1])
-        return plain(q, k, v, is_causal=is_causal, implementation="xla")
+        return as_cudnn(q, k, v, packed_runs)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
-    got = attention_vendor.cudnn_attention(q, k, v, None)
+    monkeypatch.setattr(attention_vendor, "_packed", recorded)
+    got = attention(q, k, v, implementation="cudnn")
     assert lengths == [38]
-    want = plain(q, k, v, is_causal=True, implementation="xla")
+    want = attention(q, k, v)
     assert got.shape == want.shape
     assert np.allclose(got, want, atol=1e-6)
-    attention_vendor.cudnn_attention(q[:, :36], k[:, :36], v[:, :36], None)
+    attention(q[:, :36], k[:, :36], v[:, :36], implementation="cudnn")
     assert lengths == [38, 36]
