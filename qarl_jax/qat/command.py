@@ -287,7 +287,9 @@ def _distill(
         teacher, (graphdef, masters), job.train, part.optimizer, plan, cfg.save_every, work, task, cfg.widths
     )
     models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), masters, nnx.State({})), folder)
-    print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
+    print(
+        f"qat distill  KL {losses[0]:.4f} before, {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True
+    )
     masters = as_stored(masters)
     for bits in cfg.widths:
         found[f"distilled_{bits}"] = perplexity(models.with_scheme(graphdef, job.stages[-1].at_width(bits)), masters)
