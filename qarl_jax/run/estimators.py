@@ -99,6 +99,12 @@ def default_ks(num_samples: int) -> tuple[int, ...]:
     return (*powers, num_samples)
 
 
+def effective(questions: Sequence[Hashable]) -> float:
+    """Returns Kish's effective number of questions: P^2 over the sum of the squared times that each was asked."""
+    times = np.array([*collections.Counter(questions).values()], np.float64)
+    return float(times.sum() ** 2 / (times**2).sum())
+
+
 def interval(per_prompt: Float[np.ndarray, " P"], different: float, num_samples: int) -> tuple[float, float]:
     """Computes the 95 % interval of the mean over prompts: Wilson's (J. Am. Stat. Assoc. 22, 1927) for zeros and ones.
 
@@ -108,7 +114,7 @@ def interval(per_prompt: Float[np.ndarray, " P"], different: float, num_samples:
 
     Args:
       per_prompt: the values. num_samples: responses per prompt.
-      different: number of different prompts; where some repeat more than others, Kish's P^2 / sum of squared times.
+      different: number of different prompts (`effective`).
     """
     low, high = min(0.0, float(per_prompt.min())), max(1.0, float(per_prompt.max()))
     mean, variance = (per_prompt.mean() - low) / (high - low), per_prompt.var() / (high - low) ** 2

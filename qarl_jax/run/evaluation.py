@@ -21,7 +21,6 @@ What each number means, and how far it can be trusted: `run/estimators.py`.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
@@ -44,7 +43,7 @@ from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run import build, checkpoint, config, stamp, views
 from qarl_jax.run.config import RunConfig
-from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k, standard_error
+from qarl_jax.run.estimators import default_ks, effective, interval, maj_at_k, majority, pass_at_k, standard_error
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
@@ -124,10 +123,10 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     votes = [[_vote(answer) for answer in row] for row in answers]
 
     questions = [(group.prompt.text, group.prompt.answer) for group in groups]
-    asked = np.array([*collections.Counter(questions).values()])
+    asked = effective(questions)
 
     def mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
-        low, high = interval(per_prompt, len(groups) ** 2 / float((asked**2).sum()), num_samples)
+        low, high = interval(per_prompt, asked, num_samples)
         found = {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/low": low, f"{name}/high": high}
         if (error := standard_error(per_prompt, questions)) is not None:
             found[f"{name}/stderr"] = error
@@ -143,7 +142,7 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
         "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
         "eval/error_tokens": float(np.mean(np.concatenate([c.logprobs[c.drawn] for c in flat]) < np.log(PROBABILITY))),
         "eval/prompts": float(len(groups)),
-        "eval/different_prompts": float(len(asked)),
+        "eval/different_prompts": float(len(set(questions))),
         "eval/responses": float(len(flat)),
         **mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
         **{f"eval/source/{part}/reward": float(np.mean(values)) for part, values in by_part.items()},

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qarl_jax.run.estimators import interval
+from qarl_jax.run.estimators import effective, interval
 from qarl_jax.types import UserError, did_you_mean
 
 VIEWS = ("plain", "difficulty", "plan", "knowledge")
@@ -60,7 +60,8 @@ def by_difficulty(records: Sequence[Mapping[str, Any]], rates: Mapping[str, floa
     for i, name in enumerate(LEVELS):
         own = correct[level == i]
         if len(own):
-            low, high = interval(own, len(own), samples)
+            asked = [record["prompt"] for record, at in zip(records, level, strict=True) if at == i]
+            low, high = interval(own, effective(asked), samples)
             key = f"eval/difficulty_{name}"
             metrics |= {key: float(own.mean()), f"{key}/low": low, f"{key}/high": high, f"{key}/prompts": len(own)}
     return metrics

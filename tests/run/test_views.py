@@ -28,6 +28,8 @@ def test_levels_are_the_bases_pass_rates_and_their_means_the_policys():
     }
     assert found["eval/difficulty_0/prompts"] == 2
     assert found["eval/difficulty_0/low"] < 0.25 < found["eval/difficulty_0/high"]
+    twice = views.by_difficulty([*records, record("a", 0), record("b", 2)], rates)  # two questions, each asked twice
+    assert twice["eval/difficulty_0/low"] == found["eval/difficulty_0/low"]
     with pytest.raises(UserError, match="1 of 2 questions are not in it"):
         views.by_difficulty([record("a", 1), record("z", 1)], rates)
 
