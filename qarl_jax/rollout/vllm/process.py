@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,16 +39,12 @@ class BridgeProcess:
       python: interpreter; empty: the trainer's.
       visible_gpus: its CUDA_VISIBLE_DEVICES; empty: the trainer's.
       log_file: file that its output is appended to; empty: bridge.log in its folder.
-      host: address that it listens on, at a free port; empty: a unix socket.
 
     Attributes:
       base: buffers of a frozen base in the trainer's memory (`one_base.OneBase.places`), passed to each new bridge.
     """
 
-    def __init__(
-        self, *, arguments: Sequence[str], python: str = "", visible_gpus: str = "", log_file: str = "", host: str = ""
-    ):
-        self._host = host
+    def __init__(self, *, arguments: Sequence[str], python: str = "", visible_gpus: str = "", log_file: str = ""):
         self._arguments = list(arguments)
         self._python = python or sys.executable
         self._visible_gpus = visible_gpus
@@ -76,9 +71,6 @@ class BridgeProcess:
                 raise UserError(f"cannot start the vLLM bridge: {error}") from None
         assert self.folder is not None
         model, address, key_file = (os.path.join(self.folder, name) for name in ("model", "socket", "key"))
-        if self._host:
-            with socket.create_server((self._host, 0)) as holder:
-                address = f"tcp://{self._host}:{holder.getsockname()[1]}"
         sender.write_folder(model, config, expected)
         sender.write_file(model, FILE, msgspec.json.encode(list(self.base)))
         if not os.path.exists(key_file):
