@@ -128,7 +128,7 @@ class Fleet:
         number = next(self._numbers)
         place = f" at {where['address']}" if "address" in where else ""
         name = f"vLLM bridge {number}{place}" if self._config.is_fleet else "the vLLM bridge"
-        return Replica(name, self._config, run_id=self._run_id, incarnation=self._incarnation, log=self._log, **where)
+        return Replica(name, self._config, run_id=self._run_id, incarnation=self._incarnation, **where)
 
     @property
     def restarts(self) -> int:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine of a fleet: its bridge, started by the trainer or by hand, and the connections to it.
 
-    replica = Replica("the vLLM bridge", config, run_id="run", incarnation=1, log=print)
+    replica = Replica("the vLLM bridge", config, run_id="run", incarnation=1)
     replica.connect(model_json, expected)          # starts the process if the trainer owns it, and takes the lease
     replica.publish(staged)
     replica.draw(draws, sampling, ...)             # from any number of threads at once
@@ -48,7 +48,6 @@ class Replica:
       name: name in messages, e.g. "vLLM bridge 2".
       config: options of the engines. number: of a started bridge, for GPUs and log. address: of one started by hand.
       run_id, incarnation: identify the run and this start of it in version numbers.
-      log: called with a line.
 
     Attributes (guarded by the fleet's lock):
       holds: the version it serves; None: unknown.
@@ -58,19 +57,9 @@ class Replica:
       deaths: faults in a row. requests, draws: counts in flight. report: metrics of the last publish.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        *,
-        run_id: str,
-        incarnation: int,
-        log: Callable[[str], None],
-        number: int = 0,
-        address: str = "",
-    ):
+    def __init__(self, name: str, config: Config, *, run_id: str, incarnation: int, number: int = 0, address: str = ""):
         self.name, self.address = name, address
-        self._config, self._run_id, self._incarnation, self._log = config, run_id, incarnation, log
+        self._config, self._run_id, self._incarnation = config, run_id, incarnation
         log_file = f"{config.log_file}.{number}" if config.log_file and config.started > 1 else config.log_file
         self.bridge = BridgeProcess(
             arguments=["--options", config.to_json()],
