@@ -38,9 +38,8 @@ from qarl_jax.models.layers import (
     rope_table,
     silu_and_mul,
 )
-from qarl_jax.models.logprobs import used
+from qarl_jax.models.logprobs import logits_of, used
 from qarl_jax.models.moe import MoE
-from qarl_jax.numerics.float32 import matmul_precision
 from qarl_jax.quant.backward import layer_seeds
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
@@ -204,13 +203,7 @@ class Transformer(nnx.Module):
         """Computes float32 logits. Arguments as in `hidden_states`."""
         hidden = self.hidden_states(tokens, positions, segment_ids)
         with jax.named_scope("head"):
-            return jnp.einsum(
-                "btd,vd->btv",
-                hidden,
-                used(self.head_weight(), self.config.compute_dtype),
-                precision=matmul_precision(self.config.compute_dtype),
-                preferred_element_type=jnp.float32,
-            )
+            return logits_of(hidden, used(self.head_weight(), self.config.compute_dtype))
 
     def hidden_states(
         self,
