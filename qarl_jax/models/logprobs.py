@@ -37,6 +37,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from qarl_jax import quant
+from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.types import UserError
 
@@ -86,7 +87,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk: int = DEFAULT_CHUNK,
-    numerics: Any = None,
+    numerics: Numerics = PLAIN,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Computes the log-prob of every token, and the entropy of the distribution from which it was drawn.
@@ -99,7 +100,7 @@ def token_logprobs(
       segment_ids: [B, T] int32, 1.. per row, 0 = padding (rows may be packed).
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
-      numerics: a `Numerics`, or None. With `float64`, logits are computed in float64 and rounded to float32; with
+      numerics: the engine's arithmetic. With `float64`, logits are computed in float64 and rounded to float32; with
         `float64_log_softmax`, log-probs are. The gradient ignores these roundings.
       entropy_gradient: let gradients flow through the entropy (for an entropy bonus); by default they do not.
 
@@ -145,25 +146,16 @@ def token_logprobs(
 
 
 def logits_of(
-    hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], *, numerics: Any = None
+    hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], *, numerics: Numerics = PLAIN
 ) -> Float[Array, "*rows V"]:
     """Computes float32 logits of hidden states, accumulated in float32, or in float64 where `numerics.float64` is set.
 
     Sampler and learner both call this function, so that their logits agree.
     """
-    if _wide(numerics):
+    if numerics.float64:
         return from_float64(functools.partial(jnp.einsum, "...d,vd->...v"), hidden, head)
     precision = matmul_precision(hidden.dtype)
-    logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
-    return logits
-
-
-def _wide(numerics: Any) -> bool:
-    return getattr(numerics, "float64", False)
-
-
-def _wide_softmax(numerics: Any) -> bool:
-    return getattr(numerics, "float64_log_softmax", False)
+    return jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
 
 
 def used(head: Float[Array, "V D"] | quant.Coded, dtype: Any) -> Float[Array, "V D"]:
@@ -179,7 +171,7 @@ def _scores(
     targets: jax.Array,
     scored: jax.Array,
     temperature: float,
-    numerics: Any,
+    numerics: Numerics,
     entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """hidden [C, B, t, D], head [V, D] and its QTensor or None, targets and scored [C, B, t] -> (logprobs, entropy)
@@ -192,9 +184,9 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
     return jax.lax.broadcasted_iota(targets.dtype, (*targets.shape, vocab), targets.ndim) == targets[..., None]
 
 
-def tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
+def tempered(logits: jax.Array, temperature: float, numerics: Numerics) -> jax.Array:
     """Divides float32 logits [..., V] by the temperature; with `float64_log_softmax` in float64, as the engine does."""
-    if temperature == 1 or not _wide_softmax(numerics):
+    if temperature == 1 or not numerics.float64_log_softmax:
         return logits / temperature
     return from_float64(lambda z: z / float(np.float32(temperature)), logits)
 
@@ -237,7 +229,7 @@ def _sums(exps: jax.Array, weighted: jax.Array, count: jax.Array, own: jax.Array
 
 
 def statistics(
-    z: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], *, numerics: Any = None
+    z: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], *, numerics: Numerics = PLAIN
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Computes log-probs of `tokens`, entropies and logsumexps from float32 logits z, already divided by temperature.
 
@@ -250,7 +242,7 @@ def statistics(
         below = z - top
         exps = jnp.exp(below)
         own, weighted = jnp.where(chosen, below, 0.0), exps * below
-        if _wide_softmax(numerics):
+        if numerics.float64_log_softmax:
             # The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the
             # logarithm of one plus what is left, and float32 keeps its digits.
             largest = z == top
@@ -265,7 +257,7 @@ def statistics(
         return own - log_total, entropy, top[..., 0] + log_total
 
     chosen = _chosen(tokens, z.shape[-1])
-    if _wide_softmax(numerics):
+    if numerics.float64_log_softmax:
         logprobs, entropy, lse = from_float64(formula, z, chosen)
         return logprobs, entropy, lse
     return formula(z, chosen)

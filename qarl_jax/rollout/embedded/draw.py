@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.logprobs import statistics, tempered
+from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.rollout import SamplingConfig
 
 # Vocabulary entries per block of the two-level search for the drawn token.
@@ -19,7 +19,7 @@ _BLOCK = 128
 
 
 def processed_logits(
-    logits: Float[Array, "B V"], sampling: SamplingConfig, numerics: Any = None
+    logits: Float[Array, "B V"], sampling: SamplingConfig, numerics: Numerics = PLAIN
 ) -> Float[Array, "B V"]:
     """Applies temperature, then top-p: returns the float32 logits that tokens are drawn from; masked entries are -inf.
 
@@ -28,7 +28,7 @@ def processed_logits(
     Args:
       logits: [B, V] float32, raw.
       sampling: static; a temperature of 0 (greedy) leaves the logits undivided.
-      numerics: static; a `Numerics`, as in `token_logprobs`.
+      numerics: static, as in `token_logprobs`.
 
     Returns:
       [B, V] float32, not normalized.
@@ -47,7 +47,7 @@ def processed_logits(
 
 
 def draw(
-    logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig, numerics: Any = None
+    logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig, numerics: Numerics = PLAIN
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Draws one token per row, and computes its log-probability under the distribution of `processed_logits`.
 
