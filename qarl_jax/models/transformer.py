@@ -154,6 +154,12 @@ class Layer(nnx.Module):
         return delta, residual, kept
 
 
+def attending(config: ModelConfig, **packing: Any) -> Attend:
+    """Makes the `attend` of layers without a KV cache. packing: the arguments of `attention` for packed rows."""
+    options: dict[str, Any] = {"implementation": config.attention, "numerics": config.numerics} | packing
+    return lambda q, k, v: (attention(q, k, v, **options), None)
+
+
 class Embedding(Linear):
     """A [V, D] table: the embedding, whose rows are looked up, or the head, which multiplies hidden states. It has a
     QTensor if a rule names it (`quant.Rules`)."""
@@ -260,18 +266,7 @@ class Transformer(nnx.Module):
         packed_runs = (
             None if segment_ids is None else runs(segment_ids, T if max_segments is None else max_segments + 1)
         )
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            return attention(
-                q,
-                k,
-                v,
-                segment_ids=segment_ids,
-                packed_runs=packed_runs,
-                implementation=config.attention,
-                numerics=config.numerics,
-            ), None
-
+        attend = attending(config, segment_ids=segment_ids, packed_runs=packed_runs)
         for number, (stack, layers) in enumerate(zip(config.stacks, self.stacks, strict=True)):
             structure, state = nnx.split(layers)
             routed = None

@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from qarl_jax import models, quant
-from qarl_jax.models.attention import attention
 from qarl_jax.models.layers import Linear, rope_table
 from qarl_jax.models.params import path_keys
+from qarl_jax.models.transformer import attending
 from qarl_jax.quant import splitting
 from qarl_jax.quant.schemes import asym_grid
 from qarl_jax.types import UserError
@@ -72,11 +72,7 @@ def _squares(config: models.ModelConfig, params: nnx.State, stream: Float[Array,
         room, name = first.split(".")
         object.__setattr__(getattr(layer, room), name, _Recorder(getattr(getattr(layer, room), name), sums, first))
     positions = jnp.broadcast_to(jnp.arange(stream.shape[2], dtype=jnp.int32), (stream.shape[0], stream.shape[2]))
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return attention(q, k, v, implementation=config.attention, numerics=config.numerics), None
-
-    layer(stream[:, 0], stream[:, 1], rope_table(config, positions), attend)
+    layer(stream[:, 0], stream[:, 1], rope_table(config, positions), attending(config))
     return sums
 
 

@@ -25,8 +25,8 @@ from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.formats import FUSED
 
 from qarl_jax import models
-from qarl_jax.models.attention import attention
 from qarl_jax.models.layers import rope_table
+from qarl_jax.models.transformer import attending
 from qarl_jax.rollout import PolicyWeights
 
 # vLLM's module in a block -> the learner's linear maps whose outputs it concatenates.
@@ -199,12 +199,8 @@ def _apply_block(
     config: models.ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """(delta, residual) [1, T, D] after a block."""
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return attention(q, k, v, implementation=config.attention, numerics=config.numerics), None
-
-    delta, residual, _ = nnx.merge(structure, state)(delta, residual, rope_table(config, positions), attend, routed)
-    return delta, residual
+    rope = rope_table(config, positions)
+    return nnx.merge(structure, state)(delta, residual, rope, attending(config), routed)[:2]
 
 
 def _linear(model: models.Transformer, record: messages.Recorded) -> Difference:
