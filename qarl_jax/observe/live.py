@@ -22,7 +22,6 @@ import ipaddress
 import json
 import secrets
 import socket
-import sys
 import threading
 import urllib.parse
 from collections.abc import Sequence
@@ -196,7 +195,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

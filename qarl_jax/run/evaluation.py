@@ -443,7 +443,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"view     {view}\n")
         print(table(result.metrics | levels))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

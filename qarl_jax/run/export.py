@@ -210,7 +210,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         export(args.checkpoint, args.out, args.format, args.bits)
     print(f"wrote {args.out}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
