@@ -222,8 +222,8 @@ def refusal(cfg: RunConfig, size: int) -> str:
 
 def _on_fewer(cfg: RunConfig, size: int) -> _Remedy | None:
     """Finds settings on fewer devices, if the weights divide over these alone; None: they do not, or nothing fits."""
-    count, least = _divisors(cfg)
-    if least == count:
+    least = _divisor(cfg)
+    if least == cfg.mesh.fsdp:
         return None
     settings = {"mesh.fsdp": least}
     if cfg.train.micro_batch_rows != "auto":
@@ -236,25 +236,24 @@ def _on_fewer(cfg: RunConfig, size: int) -> _Remedy | None:
     return None
 
 
-def _divisors(cfg: RunConfig) -> tuple[int, int]:
-    """The size of mesh.fsdp, and the largest power of two in it where it leaves each device more of the masters than
-    that would; else the size twice."""
+def _divisor(cfg: RunConfig) -> int:
+    """The largest power of two in mesh.fsdp if so few devices hold fewer bytes of the masters each; else mesh.fsdp."""
     count = cfg.mesh.fsdp
     fewer = 1 << (count.bit_length() - 1)
     if cfg.distributed.is_on or fewer >= count:
-        return count, count
+        return count
     params = learner.shapes(on_a_gpu(cfg)).params
     rows = dataclasses.replace(cfg.train, micro_batch_rows=cfg.mesh.data * count * fewer)
     own, less = (
         learner.nbytes(params, learner.planned_mesh(dataclasses.replace(cfg, train=rows, mesh=mesh)))
         for mesh in (cfg.mesh, dataclasses.replace(cfg.mesh, fsdp=fewer))
     )
-    return count, fewer if less < own else count
+    return fewer if less < own else count
 
 
 def _undivided(cfg: RunConfig) -> list[str]:
-    """A sentence about devices over which few of the weights divide; none where they divide."""
-    count, fewer = _divisors(cfg)
+    """A clause for a mesh.fsdp over which few of the weights divide; empty if they divide."""
+    count, fewer = cfg.mesh.fsdp, _divisor(cfg)
     return [f"weights divide over {fewer} devices (mesh.fsdp={fewer}), and few over {count}"] if fewer < count else []
 
 
