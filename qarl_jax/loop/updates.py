@@ -219,8 +219,9 @@ class Updates:
         def read() -> Learned:
             with self._timer("metrics"):
                 numbers, histograms = gathered.reduced()
-                once = batches[: self._first_pass(batches)]
-                found = self._first_mismatch(once, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
+                once = [b for b in batches[: self._first_pass(batches)] if len(b.scored)]
+                parts = ((b.packed, b.groups, b.scored) for b in once)
+                found = first_mismatch.first(parts, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
                 numbers |= {
                     "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
@@ -473,10 +474,6 @@ class Updates:
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
         return state, inner
-
-    @staticmethod
-    def _first_mismatch(batches: Sequence[MiniBatch], step: int) -> first_mismatch.FirstMismatch | None:
-        return first_mismatch.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
 
     def _flops(self, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""
