@@ -287,7 +287,7 @@ class VllmEngine(RolloutEngine):
             )
 
     def _published(self, weights: PolicyWeights) -> PolicyWeights:
-        """The weights without those that a version need not bring."""
+        """Returns the weights without those that no version has to send."""
         return weights if self._one_base is None else dataclasses.replace(weights, elsewhere=self._one_base.paths)
 
     # RolloutEngine ---------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class VllmEngine(RolloutEngine):
         over: sender.Version | None,
         paths: frozenset[str] | None,
     ) -> sender.Version:
-        """Stages what lies at `paths` of a version; over: the complete version that has the rest, None: all is."""
+        """Stages the leaves `paths` of a version. over: the complete version with the others; None: all leaves."""
         assert self._model is not None
         identity: dict[str, Any] = {
             "version": messages.Version(run_id=self._run_id, incarnation=self._incarnation, step=self._step(version)),
@@ -412,13 +412,13 @@ class VllmEngine(RolloutEngine):
         return stager.stage(weights, **identity)
 
     def _step(self, version: int) -> int:
-        """The bridge's number for a version: its own, plus how often one was published again with other weights."""
+        """Returns the wire step of a version: its number plus the count of repeated publishes of one version."""
         step = version + self._again
         self._policies[step] = version
         return step
 
     def _over(self, weights: PolicyWeights) -> tuple[sender.Version | None, frozenset[str] | None]:
-        """The complete version that this one may be over, and the paths of what it is then made of."""
+        """Finds the base of a partial version and the paths to send; (None, None): send a complete version."""
         lost = any(getattr(replica.error, "code", "") == "base" for replica in self.fleet.replicas)
         if processes.any_of(lost) or self._base is None or not weights.fixed or weights.fixed != self._fixed:
             return None, None

@@ -120,7 +120,7 @@ class Fleet:
         self._model_json: Mapping[str, Any] = {}
         self._closing = False
         self._numbers = itertools.count(1)
-        self._device_turn = threading.Lock()  # one broadcast from a GPU at a time
+        self._broadcast_lock = threading.Lock()  # one broadcast from a GPU at a time
         self.replicas = [self._replica(number=number) for number in range(config.started)]
         self.replicas += [self._replica(address=address) for address in config.endpoints]
 
@@ -154,7 +154,7 @@ class Fleet:
           As `sender.Client.publish`; seconds are the slowest engine's. With several engines also `replicas` that serve.
 
         Raises:
-          what the first engine has, if none serves the version; the version before it is then served as before.
+          The first engine's error, if no engine serves the version; engines then keep the version before it.
           BridgeError("unshared"): if any engine cannot be reached this way.
         """
         with self._changed:
@@ -166,7 +166,7 @@ class Fleet:
             began = time.monotonic()
             try:
                 while True:
-                    self._tend()
+                    self._start_catch_ups()
                     if not any(self._is_awaited(replica, before is None, began) for replica in self.replicas):
                         break
                     self._changed.wait(_TICK_S)
@@ -178,7 +178,7 @@ class Fleet:
                         assert replica.error is not None
                         raise replica.error
                 if not serving:
-                    raise self._why()
+                    raise self._no_engine()
             except BaseException:
                 self._target = before
                 for replica in self.replicas:
@@ -198,8 +198,8 @@ class Fleet:
         up = replica.client is not None or not replica.address
         return up or grace or not any(other.serves(self._target) for other in self.replicas)
 
-    def _tend(self) -> None:
-        """A task for everyone who lacks the current version, and is not given up. The caller holds the lock."""
+    def _start_catch_ups(self) -> None:
+        """Starts a thread per engine that lacks the current version and is not left out. The caller holds the lock."""
         if self._target is None or self._closing:
             return
         now = time.monotonic()
@@ -210,11 +210,11 @@ class Fleet:
                 if not replica.address or now < replica.retry_at:
                     continue
                 replica.error, replica.deaths = None, 0
-            replica.task = threading.Thread(target=self._bring, args=(replica,), daemon=True, name="bring")
+            replica.task = threading.Thread(target=self._catch_up, args=(replica,), daemon=True, name="catch-up")
             replica.task.start()
 
-    def _bring(self, replica: Replica) -> None:
-        """The task: to the current version, whatever that takes; it ends when the engine serves it or is left out."""
+    def _catch_up(self, replica: Replica) -> None:
+        """Brings an engine to the current version, in a thread, until the engine serves it or is left out."""
         while True:
             with self._changed:
                 staged, trouble = self._target, replica.trouble
@@ -227,7 +227,7 @@ class Fleet:
                     replica.holds = replica.trouble = None
             try:
                 if trouble is not None:
-                    self._mourn(replica, trouble)
+                    self._count_death(replica, trouble)
                 if replica.client is None:
                     expected = [
                         messages.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape)
@@ -239,7 +239,7 @@ class Fleet:
                 assert replica.facts is not None
                 # What lies on their own GPUs is read by all at once.
                 is_broadcast = isinstance(staged, sender.DeviceVersion) and not staged.lies_on(replica.facts.device)
-                with self._device_turn if is_broadcast else contextlib.nullcontext():
+                with self._broadcast_lock if is_broadcast else contextlib.nullcontext():
                     report = replica.publish(staged)
                 with self._changed:
                     replica.holds, replica.report = staged, report
@@ -250,14 +250,14 @@ class Fleet:
                     continue
                 if error.code in _UNSETTLING:
                     replica.holds = None
-                return self._leave_out(replica, self._told(error, replica))
+                return self._leave_out(replica, self._converted(error, replica))
             except Exception as error:
                 if replica.holds is None:
                     replica.hang_up()
                     replica.deaths += 1  # else every publish would wait for it to fail again
                 return self._leave_out(replica, error)
 
-    def _mourn(self, replica: Replica, error: BridgeError) -> None:
+    def _count_death(self, replica: Replica, error: BridgeError) -> None:
         """Counts the death of a bridge, and logs its replacement. Raises UserError after too many in a row."""
         cause = replica.bury(error)
         replica.deaths += 1
@@ -278,8 +278,8 @@ class Fleet:
             f"{facts.threads} threads){notes}"
         )
 
-    def _told(self, error: BridgeError, replica: Replica) -> Exception:
-        """Translates a bridge's error into the exception to raise."""
+    def _converted(self, error: BridgeError, replica: Replica) -> Exception:
+        """Converts a bridge's error to the exception to raise."""
         if error.code in USER_CODES:
             told: Exception = UserError(f"vLLM bridge: {error}")
             told.__cause__ = error
@@ -294,8 +294,8 @@ class Fleet:
         if self._config.is_fleet:
             self._log(f"{replica.name} is left out: {error}")
 
-    def _why(self) -> Exception:
-        """Describes why no engine serves."""
+    def _no_engine(self) -> Exception:
+        """Returns the exception to raise when no engine serves."""
         for replica in self.replicas:
             if replica.error is not None:
                 return replica.error
@@ -324,13 +324,13 @@ class Fleet:
         try:
             while True:
                 with self._changed:
-                    self._tend()
+                    self._start_catch_ups()
                     self._dispatch(work)
                     if work.error is not None:
                         raise work.error
                     up = any(replica.task is not None or replica.serves(self._target) for replica in self.replicas)
                     if work.left and not up and not work.flights:
-                        raise self._why()
+                        raise self._no_engine()
                     if work.left and not work.news and not work.has_progressed:
                         self._changed.wait(_TICK_S)
                     news, work.news = work.news, []
@@ -369,7 +369,7 @@ class Fleet:
                 at += len(batch)
 
     def _dispatch(self, work: _Work) -> None:
-        """Requests to the least loaded engines, as long as they have room. The caller holds the lock."""
+        """Sends requests to the least loaded engines while these have room. The caller holds the lock."""
         while work.pieces and not work.error:
             free = [replica for replica in self.replicas if replica.serves(self._target) and replica.has_room]
             if not free:
@@ -381,7 +381,7 @@ class Fleet:
             self._hedge(work)
 
     def _hedge(self, work: _Work) -> None:
-        """Asks idle engines for what others are slow at."""
+        """Repeats slow requests on idle engines; the first completion of a draw counts."""
         if not work.took:
             return
         limit = max(_SHORTEST_HEDGE_S, HEDGE * statistics.median(work.took))
@@ -402,11 +402,11 @@ class Fleet:
         work.flights.add(flight)
         replica.requests += 1
         replica.draws += len(numbers)
-        threading.Thread(target=self._fly, args=(work, flight), daemon=True, name="draw").start()
+        threading.Thread(target=self._request, args=(work, flight), daemon=True, name="draw").start()
         return flight
 
-    def _fly(self, work: _Work, flight: _Flight) -> None:
-        """The thread of a request."""
+    def _request(self, work: _Work, flight: _Flight) -> None:
+        """Sends a request to its engine, in a thread, and stores the completions as they arrive."""
         replica = flight.replica
 
         def report(progress: messages.Progress) -> None:
@@ -438,7 +438,7 @@ class Fleet:
             if failed is None:
                 work.took.append(time.monotonic() - flight.began)
             elif failed.code == "limits":  # what else a user could mend, this bridge was beyond when it was connected
-                work.error = self._told(failed, replica)
+                work.error = self._converted(failed, replica)
             elif not flight.was_dropped:
                 left = [number for number in flight.numbers if work.drawn[number] is None]
                 if left:
@@ -448,7 +448,7 @@ class Fleet:
             self._changed.notify_all()
 
     def _take(self, work: _Work, flight: _Flight, number: int, drawn: messages.Drawn) -> None:
-        """A completion, unless it is there already. The caller holds the lock.
+        """Stores a completion, unless another engine drew it before. The caller holds the lock.
 
         Raises:
           BridgeError("stale"): it was drawn under a version that it must not be drawn under.
@@ -476,20 +476,20 @@ class Fleet:
         while True:
             with self._changed:
                 while True:
-                    self._tend()
+                    self._start_catch_ups()
                     serving = [replica for replica in self.replicas if replica.serves(self._target)]
                     if serving or not any(replica.task for replica in self.replicas):
                         break
                     self._changed.wait(_TICK_S)
                 if not serving:
-                    raise self._why()
+                    raise self._no_engine()
                 replica, life = serving[0], serving[0].life
             try:
                 return replica.ask(call)
             except BridgeError as error:
                 if not _is_fault(error, replica):
                     if error.code in USER_CODES:
-                        raise self._told(error, replica) from error
+                        raise self._converted(error, replica) from error
                     raise
                 with self._changed:
                     if life is replica.life and not life.is_over:
@@ -511,7 +511,7 @@ class Fleet:
 
 
 def _is_fault(error: BridgeError, replica: Replica) -> bool:
-    """Tells whether a bridge is to be replaced: it is gone or silent, or refuses a handshake after an earlier one.
+    """Tells whether a bridge is to be replaced: it is gone or silent, or refuses a second handshake.
 
     A bridge that dies during a handshake looks as if it refused.
     """
