@@ -513,7 +513,7 @@ class Learner:
     # ---- update -----------------------------------------------------------------------------------------------------
 
     def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
-        """An update's metrics, from its `leafwise.statistics` and the count of those before it."""
+        """Makes an update's metrics from its `leafwise.statistics` and the count of earlier updates."""
         moved, one = stats["moved"], jnp.ones((), jnp.float32)
         change = jnp.where(moved, invariant_scaling.relative_norm(*stats["squares"]), 0.0)
         metrics: dict[str, Metric] = {

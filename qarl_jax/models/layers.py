@@ -361,7 +361,7 @@ def stretch_frequencies(frequency: Any, scaling: RopeScaling | None, xp: Any) ->
 
 
 def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
-    """The same by the GPU's own power function, an ulp off here and there: vLLM makes its table on the device."""
+    """Computes `rope_frequencies` by the GPU's power function, as vLLM does on a GPU; some differ by an ulp."""
     start = (jnp.float32(config.rope_theta), jnp.asarray(_rope_exponents(config)))
     theta, exponent = jax.lax.optimization_barrier(start)
     power = theta**exponent  # not folded by the compiler, which would take the host's

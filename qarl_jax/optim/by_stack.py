@@ -53,23 +53,23 @@ def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
     It waits for the copies, so that neither memory holds two states for long. It calls jax.device_put outside of jit,
     which every backend supports.
     """
-    return dataclasses.replace(state, opt_state=_arrived(state.opt_state, _sent(state.opt_state, kind)))
+    return dataclasses.replace(state, opt_state=_completed(state.opt_state, _copied(state.opt_state, kind)))
 
 
-def _sent(tree: Any, kind: str) -> Any:
-    """Copies, under way, in memory of that kind; what is there already stays itself."""
+def _copied(tree: Any, kind: str) -> Any:
+    """Starts to copy arrays to memory of that kind; returns an array that lies there already as it is."""
     return jax.tree.map(
         lambda x: x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind)), tree
     )
 
 
 def _kept(x: Any, kind: str) -> jax.ShapeDtypeStruct:
-    """An abstract array in memory of that kind."""
+    """Makes an abstract array in memory of that kind."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(kind))
 
 
-def _arrived(origin: Any, copies: Any) -> Any:
-    """`copies`; those that are others than their origin are complete, and the origin's memory is given back."""
+def _completed(origin: Any, copies: Any) -> Any:
+    """Waits for `copies` of `origin`, deletes the arrays of `origin` that were copied, and returns `copies`."""
     pairs = zip(jax.tree.leaves(origin), jax.tree.leaves(copies), strict=True)
     moved = [(x, copy) for x, copy in pairs if x is not copy]
     jax.block_until_ready([copy for _, copy in moved])
@@ -246,22 +246,22 @@ class Update:
         params, grads = jax.tree.leaves(state.params), jax.tree.leaves(grads)
         moments = leafwise.moments_of(state.params, state.opt_state)
         sums: tuple[list[Any], list[Any]] = [None] * len(params), [None] * len(params)
-        count = _arrived(state.opt_state.count, _sent(state.opt_state.count, "device"))
-        visits = ((_picked(moments, group), _sent(_picked(moments, group), "device")) for group in groups)
+        count = _completed(state.opt_state.count, _copied(state.opt_state.count, "device"))
+        visits = ((_picked(moments, group), _copied(_picked(moments, group), "device")) for group in groups)
         nobody: tuple[list[Any], list[Any]] = [], []
         here, leaving = next(visits), nobody
         for group, program in zip(groups, programs, strict=True):
-            own = _picked(params, group), _arrived(*here), _picked(grads, group)
+            own = _picked(params, group), _completed(*here), _picked(grads, group)
             new, updated, squares = program(*own, count, norms)
-            _arrived(*leaving)  # the last group's moments are gone when the next one's come
+            _completed(*leaving)  # the last group's moments are gone when the next one's come
             here = next(visits, nobody)
-            leaving = updated, _sent(updated, home)
+            leaving = updated, _copied(updated, home)
             for i, *found in zip(group, new, leaving[1], *squares, strict=True):
                 params[i], moments[i], sums[0][i], sums[1][i] = found
-        _arrived(*leaving)
+        _completed(*leaving)
         trees = tuple(jax.tree.unflatten(structure, part) for part in sums)
         after, updates, metrics = self._finish(count, norms[0], trees, state.updates)
         count.delete()
-        opt_state = leafwise.with_moments(state.params, _arrived(after, _sent(after, home)), moments)
+        opt_state = leafwise.with_moments(state.params, _completed(after, _copied(after, home)), moments)
         params = jax.tree.unflatten(structure, params)
         return dataclasses.replace(state, params=params, opt_state=opt_state, updates=updates), metrics

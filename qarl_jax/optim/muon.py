@@ -78,23 +78,23 @@ def orthogonalize(u: Float[Array, "N K"], *, precision: Precision = "highest") -
 
 
 def _product(x: Array, y: Array, precision: Precision) -> Array:
-    """Multiplies float32 matrices in float32; "bfloat16": their roundings."""
+    """Multiplies float32 matrices, rounded first if precision is "bfloat16"; sums in float32."""
     if precision == "bfloat16":
         return jnp.matmul(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     return jnp.matmul(x, y, precision=precision)
 
 
-def _walked(function: Callable[..., Any], *stacks: Any) -> Any:
-    """`function` of matrices, over stacks of them [*S, N, K] (trees of such, the first's own shape deciding)."""
+def _over_stacks(function: Callable[..., Any], *stacks: Any) -> Any:
+    """Maps `function`, of matrices, over trees of stacks [*S, N, K], several matrices at a time (`TOGETHER`)."""
     *rest, count, n, k = jax.tree.leaves(stacks)[0].shape
     if rest:
-        return jax.lax.map(lambda cut: _walked(function, *cut), stacks)
+        return jax.lax.map(lambda cut: _over_stacks(function, *cut), stacks)
     most = min(count, max(1, TOGETHER // (n * k)))
     together = max(size for size in range(1, most + 1) if count % size == 0)
     return jax.lax.map(lambda cut: function(*cut), stacks, batch_size=together if together > 1 else None)
 
 
-def _each_its_experts(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_own_experts(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that loops over matrices. On a mesh that shards stacks of experts [L, E, N, K] by the expert,
     each device loops over its experts alone; XLA's partitioner would make every device loop over all."""
 
@@ -132,19 +132,19 @@ def step(
     def in_eight_bits(grad: Array, stored: Blocks) -> tuple[Array, Blocks]:
         # Decoded and encoded within the walk as well: no stack of float32 momenta.
         if grad.ndim > 2:
-            return _walked(in_eight_bits, grad, stored)
+            return _over_stacks(in_eight_bits, grad, stored)
         average = momentum * eight_bit.decode(stored, eight_bit.LINEAR) + (1.0 - momentum) * grad
         return direction(average, grad), eight_bit.encode(average, eight_bit.LINEAR)
 
     def direction(average: Array, grad: Array) -> Array:
         if grad.ndim > 2:
-            return _walked(direction, average, grad)
+            return _over_stacks(direction, average, grad)
         u = momentum * average + (1.0 - momentum) * grad if nesterov else average
         scale = MATCH_RMS * max(grad.shape) ** 0.5  # an orthogonal [N, K] matrix has RMS 1 / sqrt(max(N, K))
         return scale * orthogonalize(u, precision=precision)
 
     with jax.named_scope("newton_schulz"):
         if isinstance(stored, Blocks):
-            return _each_its_experts(in_eight_bits)(grad, stored)
+            return _on_own_experts(in_eight_bits)(grad, stored)
         average = momentum * stored.astype(jnp.float32) + (1.0 - momentum) * grad
-        return _each_its_experts(direction)(average, grad), average.astype(stored.dtype)
+        return _on_own_experts(direction)(average, grad), average.astype(stored.dtype)

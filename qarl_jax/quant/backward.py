@@ -102,7 +102,7 @@ GRIDS: dict[str, Grid] = {
 
 
 def _scales(x: Float[Array, "A B"], axis: int, grid: Grid) -> tuple[Array, Array]:
-    """Scales of float32 x along `axis`, [A, 1] or [1, B], and what they divide as factors."""
+    """Computes float32 scales of x along `axis`, [A, 1] or [1, B], and their reciprocals, each by one division."""
     amax = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), _TINY)
     largest = jnp.full_like(amax, grid.largest)
     return divide(amax, largest), divide(largest, amax)
@@ -121,11 +121,11 @@ def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[
 
 
 class _Contraction(NamedTuple):
-    """A way in which a matrix [A, B] is contracted, and so coded.
+    """A product in which a matrix [A, B] is an operand.
 
     Attributes:
-      axis: that is contracted; what is left has a scale each.
-      factor: float32 [1, B] or [A, 1], by which the contracted elements are multiplied first; None: by nothing.
+      axis: the contracted axis; each row or column along it has a scale.
+      factor: float32 [1, B] or [A, 1], multiplied into the contracted elements first; None: no factor.
       seed: uint32 scalar.
     """
 
@@ -135,7 +135,7 @@ class _Contraction(NamedTuple):
 
 
 def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contraction) -> list[tuple[Array, Array]]:
-    """Codes of x for each of some contractions, with the contracted axis last, and float32 scales [.., 1]."""
+    """Quantizes x for each contraction: codes with the contracted axis last, and float32 scales [.., 1]."""
     wide = x.astype(jnp.float32)
     scaled = [wide if way.factor is None else wide * way.factor for way in ways]
 
@@ -160,14 +160,13 @@ def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contr
 
 
 def _transposed(x: Array, numerics: Numerics) -> Array:
-    """Codes [A, B] -> [B, A]. XLA would compute whatever makes them in that layout, and store it so."""
+    """Transposes codes [A, B]. On a GPU a kernel does it, because XLA would store their source in that layout."""
     platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(numerics) else {}
     return jax.lax.platform_dependent(x, default=jnp.transpose, **platforms)
 
 
 def _parts(operand: Any) -> tuple[Array, Array | None]:
-    """An operand [C, F] of a product, as what a forward holds of it, and float32 [C, 1] that its rows are multiplied by
-    or None."""
+    """Splits an operand [C, F] into its array and its rows' float32 scales [C, 1] (None: no scales)."""
     if isinstance(operand, QTensor):
         one_scale = bool(operand.scheme.kernel)
         return (operand.codes, operand.scales) if one_scale else (operand.scheme.dequantize(operand), None)

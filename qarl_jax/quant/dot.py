@@ -42,14 +42,14 @@ from qarl_jax.quant.schemes import dequantize
 def _multiply(
     numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any, backward: Any
 ) -> jax.Array:
-    """y [M, N] of x [M, K]. dtypes: of master and bias; sizes: rows of each expert, None for one weight."""
+    """Computes y [M, N] of x [M, K]. dtypes: of master and bias; sizes: rows per expert, None for one weight."""
     return _multiply_fwd(numerics, dtypes, x, master, qtensor, bias, sizes, backward)[0]
 
 
 def _multiply_fwd(
     numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any, backward: Any
 ) -> Any:
-    """-> y; the activations and the weight as used, which the backward needs."""
+    """Computes y; returns it with the activations and weight that the backward reads."""
     product: Product = Dense() if sizes is None else Ragged(sizes, x.shape[0])
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
     scheme: Scheme | None = qtensor.scheme if isinstance(qtensor, QTensor) else None
@@ -76,7 +76,7 @@ def _multiply_fwd(
 
 
 def _multiply_bwd(numerics: Numerics, dtypes: Any, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
-    """dx in dy's dtype and dw in the master's, each rounded once."""
+    """Computes dx in dy's dtype and dw in the master's dtype, each rounded once."""
     used, weight, sizes, backward = saved
     master, bias = dtypes
     if backward is not None:

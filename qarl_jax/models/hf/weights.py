@@ -363,7 +363,7 @@ def check_released(config: ModelConfig, frozen: Callable[[str], bool]) -> None:
 def _read_codes(
     checkpoint: Checkpoint, names: np.ndarray, like: Any, scheme: Scheme, master: nnx.Variable, mesh: Mesh | None
 ) -> Quantized:
-    """One stacked weight's QTensor, its codes and scales those of the files; it lies as its master would."""
+    """Reads the QTensor of one stacked weight from a folder's codes and scales, sharded as its master would be."""
     lead = names.shape
     n, k = like.shape[len(lead) :]
     qtensors = {index: checkpoint.codes(str(names[index]), (n, k), scheme) for index in np.ndindex(*lead)}
@@ -444,7 +444,7 @@ def _rows_of(table: jax.Array, start: jax.Array, count: int, dtype: Any) -> jax.
 
 
 def _on_host(table: jax.Array, dtype: np.dtype) -> np.ndarray:
-    """An embedding, a head or a norm in `dtype`, a piece at a time: the device holds no cast copy of the whole."""
+    """Fetches an embedding, head or norm in `dtype` by pieces, so that the device holds no cast copy of all of it."""
     rows = max(1, min(table.shape[0], _PIECE_BYTES // max(1, table.nbytes // table.shape[0])))
     if table.dtype == dtype or rows == table.shape[0] or not table.is_fully_addressable:
         return np.asarray(processes.fetch(table.astype(dtype)))
@@ -480,7 +480,7 @@ def export_tensors(
     tensors: dict[str, Any] = by_path(params) | by_path(qweights)
 
     def sent(places: list[Place]) -> dict[str, Any] | None:
-        """A layer, on its way to the host while somebody works on the one before it."""
+        """Starts to copy a layer to the host, so that the caller can use the layer before it meanwhile."""
         layer = places[0].index if places else None
         if layer is None:
             return None
