@@ -111,7 +111,7 @@ class Forecast:
 
     @property
     def cached(self) -> tuple[int, int]:
-        """Number of sequences of full length that an engine's KV cache holds, and that an engine is given."""
+        """Full-length sequences that fit an engine's KV cache, and sequences that an engine gets in a step."""
         engine, most = self.cfg.rollout.engine, -(-self.responses // counts.engines(self.cfg))
         if not isinstance(engine, VllmConfig) or not engine.kv_cache_gb:
             return most, most

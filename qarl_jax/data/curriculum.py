@@ -102,7 +102,7 @@ class Curriculum:
         return self._counts[:step].sum(0), self._counts[step]
 
     def _next(self, step: int) -> np.ndarray:
-        """Largest remainders, with what was rounded off before; a source without weight gets nothing."""
+        """Divides the next step's prompts by largest remainders, carried over; a source of weight 0 gets none."""
         weights = self.weights(step)
         quota = np.where(weights > 0, weights * self._per_step + self._carry, 0.0)
         counts = np.floor(np.maximum(quota, 0.0)).astype(np.int64)

@@ -24,10 +24,10 @@ class FirstMismatch:
     """The first mismatch of a step.
 
     Attributes:
-    tokens, mismatched: counts of the step's response tokens drawn under the current version, and of those that differ.
-    uid: the prompt's. sample: number of the response. position: index of the first mismatch in the response.
-    token: its id. sampler, learner: its two log-probs.
-    sequence: the prompt and the response up to this token, which `python -m qarl_jax.parity --at` computes again.
+      tokens, mismatched: counts of response tokens drawn under the current version, and of those that differ.
+      uid: the prompt's. sample: number of the response. position: index of the first mismatch in the response.
+      token: its id. sampler, learner: its two log-probs.
+      sequence: the prompt and the response up to this token, which `python -m qarl_jax.parity --at` computes again.
     """
 
     tokens: int

@@ -200,7 +200,7 @@ class Run:
         return result.metrics
 
     def _measured(self, version: int) -> evaluation.Evaluation:
-        """The version's evaluation; metrics of the slices in `eval.widths`, served after it, begin with eval_w8/..."""
+        """Evaluates a version, then its slices in `eval.widths`, whose metrics begin with eval_w8/ and so on."""
         with self.publisher.without_noise(self.state, version):
             result = self._sampled()
         metrics = dict(result.metrics)
@@ -211,7 +211,7 @@ class Run:
         return dataclasses.replace(result, metrics=metrics)
 
     def _sampled(self) -> evaluation.Evaluation:
-        """The evaluation of what is being served."""
+        """Evaluates the served policy."""
         cfg = self.cfg
         return evaluation.evaluate(
             self.engine,

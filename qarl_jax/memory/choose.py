@@ -373,7 +373,7 @@ def allowed(cfg: RunConfig, size: int) -> Knobs:
 
 
 def _kept(cfg: RunConfig, knob: Knob) -> Knob:
-    """The knob in which the run's own setting costs nothing and every other one something."""
+    """Prices a knob so that the run's own setting costs nothing and every other setting something."""
     own = next((c for c in knob if all(_at(cfg, key) == value for key, value in c.settings.items())), None)
     if own is None:  # it is left to the plan
         return knob

@@ -340,12 +340,12 @@ def _decoded_head(model: models.ModelConfig, ways: int) -> int:
 
 
 def _frozen_experts(params: Any) -> bool:
-    """Tells whether no expert is among the masters that learn."""
+    """Tells whether all experts are frozen."""
     return not any(path.endswith((".moe.gate.kernel", ".moe.down.kernel")) for path in models.by_path(params))
 
 
 def _beyond(out: dict[str, int], needed: int, *there: str) -> int:
-    """Bytes by which `needed`, beside the parts `there`, exceeds an update."""
+    """Bytes by which `needed` exceeds the parts in `out` other than `there`; 0 if it does not."""
     return max(0, needed - sum(size for name, size in out.items() if name not in there))
 
 

@@ -28,7 +28,7 @@ class Spans:
 
 
 def _add(spans: list[tuple[str, float, float]], new: tuple[str, float, float]) -> None:
-    """Appends a span, or lets the phase's last one go on where a picture could not tell them apart."""
+    """Appends a span, or extends the phase's last span if the gap between them is too small to draw."""
     last = next((at for at in range(len(spans) - 1, max(-1, len(spans) - 9), -1) if spans[at][0] == new[0]), None)
     if last is not None and (len(spans) >= _MOST_SPANS or 0 <= new[1] - spans[last][2] < _GAP_S):
         spans[last] = (new[0], spans[last][1], max(new[2], spans[last][2]))
@@ -40,7 +40,7 @@ _MOST_SPANS, _GAP_S = 500, 0.01
 
 
 class _Picture:
-    """The spans of a step, of all threads; one that is still open when the step ends goes on in the next."""
+    """The spans of a step, of all threads. A span that is open at the step's end continues in the next step."""
 
     def __init__(self, now: float):
         self._lock, self._start = threading.Lock(), now

@@ -133,7 +133,7 @@ def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Drop every record after `step`. The old file stands until the new one is complete."""
+    """Drops every record after `step`. The old file stands until the new one is complete."""
     if not path.exists():
         return
     kept = [line for line, record in _records(path) if record["step"] <= step]
@@ -463,7 +463,7 @@ class Observer:
             raise UserError(f"Cannot write {path}: {error.strerror or error}.") from error
 
     def _show(self, act: Callable[..., None], *args: Any) -> None:
-        """Something for the view. A pipe that was closed or a full disk behind it ends the view, not the run."""
+        """Calls `act`, a method of the view. A closed pipe or a full disk ends the view, and the run goes on."""
         try:
             act(*args)
         except OSError as error:

@@ -165,7 +165,7 @@ class Follower:
 
 
 def _shown(count: int, most: int) -> tuple[list[int], list[int]]:
-    """Indices of the tokens recorded, and [where, how many] are left out. Example: (10, 4) -> [0, 1, 8, 9], [2, 6]."""
+    """Picks tokens at both ends, and [first, count] of those left out. Example: (10, 4) -> [0, 1, 8, 9], [2, 6]."""
     if count <= most:
         return list(range(count)), [0, 0]
     head = most - most // 2
@@ -173,7 +173,7 @@ def _shown(count: int, most: int) -> tuple[list[int], list[int]]:
 
 
 def _texts(tokenizer: Tokenizer, response: Sequence[int], at: np.ndarray, cut: int) -> list[str]:
-    """Text of the tokens at `at`, those before and after `cut` decoded apart: what lies between is not looked at."""
+    """Decodes the tokens at `at`; the two runs before and after `cut` are decoded separately."""
     out: list[str] = []
     for part in (at[:cut], at[cut:]):
         if len(part):
@@ -183,7 +183,7 @@ def _texts(tokenizer: Tokenizer, response: Sequence[int], at: np.ndarray, cut: i
 
 
 def _rounded(values: Any) -> Any:
-    """Rounds a number or an array to six digits; JSON has no infinity, so what is not finite is None."""
+    """Rounds a number or an array to six digits; numbers that are not finite, which JSON lacks, become None."""
     x = np.asarray(values, np.float64)
     with np.errstate(all="ignore"):
         power = np.clip(5 - np.floor(np.log10(np.abs(x))), -300, 300)

@@ -159,7 +159,7 @@ def near(given: str, expected: str, allowed: Sequence[Allowed]) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    """Answers parted by commas; a comma between groups of three digits parts none."""
+    """Splits answers at commas, except at a comma between groups of three digits."""
     whole = text.strip().strip("$")
     return [whole] if _value(whole) is not None else [part for part in whole.split(",") if part.strip()]
 
@@ -170,7 +170,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _one_answer(boxed: str, expected: str) -> str:
-    """A boxed answer without the label of a choice, or the label alone where the reference is a letter."""
+    """Removes the label of a choice from a boxed answer, or returns the label if the reference is a letter."""
     if found := _LABELLED.fullmatch(boxed):
         letter = re.sub(r"\\[a-z]+|[^A-Za-z]", "", expected)
         rest = found[2].removesuffix("}") if found[2].count("}") > found[2].count("{") else found[2]

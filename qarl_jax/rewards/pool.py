@@ -228,7 +228,7 @@ class WorkerPool:
 
 
 def _drain(queue: Any) -> None:
-    """Takes what is left from everybody."""
+    """Exhausts an iterator."""
     collections.deque(queue, maxlen=0)
 
 
@@ -325,8 +325,7 @@ class Worker:
         return line
 
     def _end(self) -> str:
-        """Says how the process ended, if it did. It is not reaped: as long as it is there, its number is nobody
-        else's."""
+        """Describes how the process ended; empty if it runs. It is not reaped, so that its id stays taken."""
         for _ in range(20):  # the pipe closes a moment before
             ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:

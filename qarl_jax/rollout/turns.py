@@ -90,7 +90,7 @@ class Observations:
         return self._ids(text, drawn=True)
 
     def _cut(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages, with what is more than `max_observation_len` tokens cut off: of what was said alone."""
+        """Cuts contents to `max_observation_len` tokens in all; text that the template adds does not count."""
         out, left = [], self._cfg.max_observation_len
         for message in messages:
             content = message["content"]
@@ -238,7 +238,7 @@ class TurnTaking(Around):
         self._tell(episodes)
 
     def _tell(self, episodes: Sequence[Episode]) -> None:
-        """Says which episodes failed. Raises UserError where all did."""
+        """Logs how many episodes failed. Raises UserError if all did."""
         errors = [episode.error for episode in episodes if episode.error]
         if not errors:
             return
@@ -283,7 +283,7 @@ class TurnTaking(Around):
             self._answered(episode, drawn, said, limit)
 
     def _step(self, episode: Episode, drawn: Completion) -> dict[str, Any]:
-        """The call that a turn is: the environment is told nothing of one that was cut off."""
+        """Makes the environment's call for a turn; a turn that was cut off ends the episode without a step."""
         if drawn.finish_reason != "stop":
             return {"episode": episode.name}
         return {"episode": episode.name, "step": decode(self._tokenizer, drawn.tokens)}
@@ -310,7 +310,7 @@ class TurnTaking(Around):
                 self._ask({"episode": episode.name})
 
     def _observed(self, episode: Episode, said: Said, *, first: bool = False) -> tuple[int, ...] | None:
-        """Tokens of what the environment said; None where it failed, or cannot be gone on with."""
+        """Tokenizes the environment's observation; None if the environment failed, or no turn can follow."""
         try:
             if "error" not in said:
                 return self._observations.tokens(said["observation"], first=first)

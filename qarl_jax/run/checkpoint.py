@@ -397,7 +397,7 @@ def _tell_failures_once() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what Orbax's threads log of their failures, with traceback: the same is raised, and told once."""
+    """Filters out tracebacks that Orbax's threads log: the same error is raised, and printed once."""
     return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
@@ -424,7 +424,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
 
 
 def _named(item: str, tree: Any) -> dict[str, Any]:
-    """Leaves by name, e.g. "layers.kernel", in tree order. Names are unique, or it is a bug worth stopping for."""
+    """Maps names ("layers.kernel") to leaves, in tree order. Raises ValueError if two leaves have one name."""
     out: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path) or "value"
@@ -475,7 +475,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _reason(error: BaseException) -> str | None:
-    """The user's part in a failed save, or None. TensorStore hides errno in its text, so we look at that as well."""
+    """Explains a failed save that the user can mend, else None. TensorStore has errno in its text alone."""
     code, text = getattr(error, "errno", None), str(error)
     if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text or "quota exceeded" in text:
         return "the disk is full"

@@ -55,7 +55,7 @@ def watch() -> None:
 
 
 def _accept(state: Any) -> dict[int, socket.socket]:
-    """The first process's connections, by process."""
+    """Accepts the other processes' connections to the first one; returns them by process."""
     token, joined = secrets.token_hex(_TOKEN // 2), dict[int, socket.socket]()
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -76,7 +76,7 @@ def _accept(state: Any) -> dict[int, socket.socket]:
 
 
 def _connect(state: Any) -> socket.socket:
-    """Another process's connection to the first."""
+    """Connects this process to the first one."""
     port, token = state.client.blocking_key_value_get(KEY, JOIN_S * 1000).split()
     host = state.coordinator_address.rpartition(":")[0].strip("[]")
     peer = socket.create_connection((host, int(port)), timeout=JOIN_S)
@@ -124,17 +124,17 @@ class _Watcher(threading.Thread):
                         self.end(number)
 
     def word_of(self, number: int) -> bytes:
-        """The next word of a process; empty: its end."""
+        """Receives the next message of a process; empty: its connection has ended."""
         with contextlib.suppress(OSError):
             return self.sockets[number].recv(len(BYE), socket.MSG_WAITALL)
         return b""
 
     def leave(self) -> None:
-        """Says that this process ends without an error."""
+        """Announces that this process ends without an error."""
         self.tell(BYE)
 
     def fail(self, code: int) -> None:
-        """Ends this process after an error that it has told; the others are given time to tell theirs."""
+        """Ends this process after an error that it has printed; other processes get time to print theirs."""
         self.failed = True
         self.tell(FAILED)
         sys.stdout.flush()
@@ -159,7 +159,7 @@ class _Watcher(threading.Thread):
         os._exit(1)
 
     def tell(self, word: bytes) -> None:
-        """Sends a word to all that are connected."""
+        """Sends a message to all connected processes."""
         for peer in self.sockets.values():
             with contextlib.suppress(OSError):
                 peer.sendall(word)

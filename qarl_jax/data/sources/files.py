@@ -285,7 +285,7 @@ def _written(parts: Sequence[Any]) -> bytes:
 def _asked(
     cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None
 ) -> tuple[str | list[dict[str, Any]], str, tuple[str, str] | None]:
-    """Question and reference answer of a row, of the columns named or as its layout has them; and those columns."""
+    """Reads question and reference answer of a row from the columns named, or its layout's; returns these, too."""
     for name, (columns, make) in () if cfg.prompt_key else layouts.MADE.items():
         if all(_has(row, column) for column in columns):
             try:
@@ -365,7 +365,7 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """A value without the keys of None with which parquet fills up objects of one column."""
+    """Removes keys whose value is None, with which parquet pads the objects of a column."""
     if isinstance(value, Mapping):
         return {key: _filled(inner) for key, inner in value.items() if inner is not None}
     return [_filled(inner) for inner in value] if isinstance(value, list) else value

@@ -71,7 +71,7 @@ class Source:
         return self._size
 
     def interleaved(self) -> list[int]:
-        """Returns all indices in an order whose every beginning has prompts of each part by the part's size."""
+        """Returns all indices in an order of which every prefix has each part in proportion to the part's size."""
         places = [
             (first + i, (i + 0.5) / self.sizes[name])
             for name, first in self.begin.items()
