@@ -3,7 +3,7 @@
 """Packs responses into rows of a fixed shape.
 
 A segment is a prompt followed by one response. Segments are placed whole, longest first, each into the row where it
-leaves the least room (best fit decreasing), so most rows are nearly full and attention never crosses segments. Shapes
+leaves the least room (best fit decreasing). Most rows are nearly full, and attention never crosses segments. Shapes
 come from a small fixed set (row lengths given by the caller, rows rounded up to whole micro-batches), so nothing is
 compiled twice.
 

@@ -229,10 +229,10 @@ def layer_activations(
 ) -> int:
     """Peak bytes while one layer is recomputed and differentiated, besides its saved activations.
 
-    Three factors are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
-    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two, and on one where experts are frozen
-    (benchmarks/memory_adapters.py). Everything else in the plan is counted. Attention's backward is a moment of its own
-    where its workspace is larger than the rest: queries, keys, values and outputs, their gradients and copies
+    Three factors are fitted to XLA's allocations for an H200: Qwen3-0.6B, 1.7B and 8B under full recomputation
+    (benchmarks/memory.py). Factors of experts are fitted to Qwen3-30B-A3B on two, frozen ones on one
+    (benchmarks/memory_adapters.py). Everything else in the plan is counted. Attention's backward is the peak where its
+    workspace is larger than the rest: queries, keys, values and outputs, their gradients and copies.
     """
     hidden, heads, projected, inner = _widths(model)
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize

@@ -211,8 +211,8 @@ def _inverse_rms_jvp(
 
 
 def _sum_torch(x: jax.Array) -> jax.Array:
-    """Sums [*B, D] to [*B, 1] in the order of torch's cascade sum with 8-float vectors, for D < 8192 (above it, one
-    more level is summed in sequence). It has four interleaved accumulators, a fresh set every 16 additions. The sets
+    """Sums [*B, D] to [*B, 1] in the order of torch's cascade sum with 8-float vectors, for D < 8192. Above it, one
+    more level is summed in sequence. It has four interleaved accumulators, a fresh set every 16 additions. The sets
     are added, then the four, then the eight lanes."""
     *lead, width = x.shape
     rows = width // 32

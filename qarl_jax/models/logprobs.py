@@ -15,9 +15,9 @@ The backward recomputes z chunk by chunk from the saved hidden states and logsum
     dh = dz W / temperature                      dW = sum over chunks of dz^T h / temperature   (float32 accumulator)
 
 so that the largest buffer of either pass is [B, chunk / B, V]. Chunks cut time and not the batch: rows stay on the
-devices that hold them. The chosen logit is read by comparing an iota with the token instead of by a gather, because a
-gather along a vocabulary sharded over devices makes the partitioner collect the whole of z first; compare, select and
-reduce stay local and end in an exchange of six [B, chunk / B] numbers.
+devices that hold them. The chosen logit is read by comparing an iota with the token, not by a gather. A
+gather along a vocabulary sharded over devices makes the partitioner all-gather z first. Compare, select and reduce stay
+local, and end in an exchange of six [B, chunk / B] numbers.
 
 Only this file shifts by one token: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1, and a
 critic's value of token t comes from t - 1 too (`preceding`).

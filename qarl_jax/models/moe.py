@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE (mixture-of-experts) layer: token-choice top-k routing, dropless, with shapes independent of the routing.
 
-Every token is copied to its k experts, the [M * k] copies are sorted by expert, and each expert multiplies its
+Every token is copied to its k experts, and the [M * k] copies are sorted by expert. Each expert multiplies its
 contiguous run of rows (`quant.expert_dot`, a ragged product). No copy is dropped: there is no capacity limit. Padding
 tokens are routed too; they do not change other tokens' outputs.
 

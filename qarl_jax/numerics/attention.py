@@ -6,8 +6,8 @@ Plain attention has the roundings of a one-pass flash kernel. Scores are float32
 and is rounded to the compute dtype for the second product. This accumulates in float32 and is divided at the end by the
 float32 sum of the *unrounded* p. In float32 the result is ordinary softmax attention.
 
-All functions take q [B, T, K, G, H], k, v [B, S, K, H] and seen bool [B or 1, T, S], whether a query sees a key, and
-return float32 [B, T, K, G, H].
+All functions take q [B, T, K, G, H], k, v [B, S, K, H] and the bool mask seen [B or 1, T, S]; a query attends to the
+keys that it sees. They return float32 [B, T, K, G, H].
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ def _remainder(a: jax.Array, q: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#S"]) -> Float[Array, "*#S"]:
-    """The float32 quotient a / b, correctly rounded (IEEE), under jit and on every backend.
+    """Divides float32 a by b, correctly rounded (IEEE), under jit and on every backend.
 
-    The mantissas are divided by a reciprocal multiplication, corrected once with the exact remainder, and then moved by
-    one ulp if the exact remainder shows that the neighbour is nearer; a quotient of two floats is never a tie.
+    The mantissas are divided by a reciprocal multiplication and corrected once with the exact remainder. The quotient
+    moves by one ulp if the remainder shows that the neighbour is nearer; a quotient of two floats is never a tie.
     Exponents are put back by exact multiplications. Shapes must be equal or one operand a scalar or of broadcastable
     equal rank.
 

@@ -6,7 +6,7 @@
                                           moments, in the dtype they are stored in
 
 A parameter's update depends on its gradient, master and moments, the number of earlier updates, and the norm of all
-gradients, for clipping (a norm of 0 or NaN skips the update). So parameters can be updated in one program, in groups
+gradients. The norm is for clipping; 0 or NaN skips the update. So parameters can be updated in one program, in groups
 (`by_stack`), or layer by layer, by one formula. The last bits may differ, because XLA compiles a parameter's arithmetic
 differently beside other parameters.
 

@@ -85,11 +85,10 @@ def _integer_dot_general(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _stored(y: jax.Array, dtype: Any) -> jax.Array:
-    """A product as it leaves its kernel, in `dtype`: float32, or rounded once.
+    """Rounds a product to `dtype`, once, behind an optimization barrier.
 
-    Behind a barrier: a compiler that sees a consumer upcast the product again may keep it in float32 instead (the
-    residuals of a layer scan are then twice as large, and the rounding is lost), or fuse the consumer into the product
-    and give up the library's kernel.
+    A compiler that sees a consumer upcast the product may keep it in float32: residuals double, and the rounding is
+    lost. Or it fuses the consumer into the product and gives up the library's kernel.
     """
     return lax.optimization_barrier(round_to(y, dtype))
 

@@ -65,8 +65,8 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
       bits: with compressed-tensors: width to write, of the run's 8-bit grid; None: the rollout scheme's.
 
     Raises:
-      UserError: unknown format, a width that the run's scheme does not have, no checkpoint, `out` in use, a bf16 run
-        asked for compressed-tensors, or a run without adapters, or with gains that learn, for peft.
+      UserError: unknown format, a width that the run's scheme does not have, no checkpoint, or `out` in use. Also for
+        compressed-tensors of a bf16 run, and for peft of a run without adapters or with trainable gains.
     """
     if kind not in FORMATS:
         raise UserError(f"--format {kind}: choose one of {', '.join(FORMATS)}")

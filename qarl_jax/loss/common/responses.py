@@ -3,8 +3,8 @@
 """`Responses`: `LossInputs` with masked padding, log-ratios in float32, and sums and means per response.
 
 A response is the set of masked tokens of one segment of a row. With at most `_DENSE` responses per row a sum per
-response is a masked sum over time, which XLA fuses without materializing [B, T, S] and which always adds in one order.
-With more responses it is a scatter-add.
+response is a masked sum over time. XLA fuses it without materializing [B, T, S], and always adds in one order. With
+more responses it is a scatter-add.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     gain_t = - dL/dlogprob_t / (c_t A_t)        c_t: the token's share under the objective's aggregation
 
 The gain is the factor by which the objective multiplies REINFORCE's gradient A_t: w_t r_t for a token inside the clip,
-the gate for SAPO, the capped ratio for CISPO, and exactly 0 for a token (or a whole response) outside its band. The
+the gate for SAPO, the capped ratio for CISPO. It is exactly 0 for a token or response outside its band. The
 `fate` of a token without gradient names the reason: its weight is 0, its advantage is 0, or its ratio left the band,
 above or below 1, at the objective's level (`Config.level`).
 

@@ -3,8 +3,8 @@
 """w4a16: int4 weights in groups along the input, activations in the compute dtype.
 
 **Grid.** Symmetric, zero point 0. Per output channel and group of G = 128 (or 64, 32, or -1: the whole row) inputs,
-from the bfloat16-rounded master: s = bf16(absmax / 7.5), q = RNE(w / s) clamped to [-8, 7] against the *rounded* scale,
-because vLLM's scale parameter is bfloat16 and a float32 scale in a file would be rounded on load. A zero group gets the
+from the bfloat16-rounded master: s = bf16(absmax / 7.5), q = RNE(w / s) clamped to [-8, 7] against the *rounded* scale.
+vLLM's scale parameter is bfloat16, so that a float32 scale in a file would be rounded on load. A zero group gets the
 scale 2**-7.
 
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once:
