@@ -60,7 +60,15 @@ class Grader:
         A score is nan where the term of another source grades.
         """
         with self._lock:
-            return self._score(samples)
+            terms = [self.terms_of(sample.prompt) for sample in samples]
+            total_reward, parts = np.zeros(len(samples), np.float32), {}
+            for number, (name, reward, coef) in enumerate(zip(self.names, self.rewards, self.coefs, strict=True)):
+                chosen = [i for i, mine in enumerate(terms) if number in mine]
+                parts[name] = np.full(len(samples), np.nan, np.float32)
+                if chosen:
+                    parts[name][chosen] = reward.score([samples[i] for i in chosen])
+                    total_reward[chosen] += np.float32(coef) * parts[name][chosen]
+        return total_reward, parts
 
     def terms_of(self, prompt: Prompt) -> tuple[int, ...]:
         """Returns the numbers of the terms that grade a prompt's responses.
@@ -76,17 +84,6 @@ class Grader:
                 f" {prompt.uid} is of {part or 'no mix'}: give all data, eval.data too, as a mix of these parts."
             )
         return found
-
-    def _score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        terms = [self.terms_of(sample.prompt) for sample in samples]
-        total_reward, parts = np.zeros(len(samples), np.float32), {}
-        for number, (name, reward, coef) in enumerate(zip(self.names, self.rewards, self.coefs, strict=True)):
-            chosen = [i for i, mine in enumerate(terms) if number in mine]
-            parts[name] = np.full(len(samples), np.nan, np.float32)
-            if chosen:
-                parts[name][chosen] = reward.score([samples[i] for i in chosen])
-                total_reward[chosen] += np.float32(coef) * parts[name][chosen]
-        return total_reward, parts
 
     def grade(
         self,
