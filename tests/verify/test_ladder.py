@@ -125,19 +125,27 @@ def test_the_whole_ladder_holds_on_a_live_vllm(folder):
     assert result["decode_prefill"]["equal"] == 1
 
 
+BIASED = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def write(folder, values, noise=0.0):
+    """Writes a random model with these values of config.json. noise: added to every weight, biases too."""
+    (folder / "config.json").write_text(json.dumps(values))
+    config = models.read_config(folder, compute_dtype="bfloat16", param_dtype="float32")
+    graphdef, params, rest = models.split(models.random_model(config, 0))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + noise * rng.normal(size=x.shape).astype(x.dtype), params)
+    models.save_hf(models.merge(graphdef, params, rest), folder)
+    return config
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", [pytest.param(s, marks=pytest.mark.nightly) for s in ("w8a8", "w4a8", "w4a16:g64")])
 def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
     """A kernel may keep a copy of the bias in float32, which a published bias must reach."""
     pytest.importorskip("vllm")
-    model = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
-    graphdef, params, rest = models.split(models.random_model(config, 0))
-    noise = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(x.dtype), params)
-    models.save_hf(models.merge(graphdef, params, rest), tmp_path)
+    write(tmp_path, BIASED, noise=0.1)
     options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False)
     result = ladder.climb(str(tmp_path), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
@@ -151,13 +159,7 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 def test_adapters_climb_the_ladder_on_a_base_with_biases(tmp_path, scheme):
     """The adapter comes after the bias, and after the rounding of both."""
     pytest.importorskip("vllm")
-    model = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
-    graphdef, params, rest = models.split(models.random_model(config, 0))
-    noise = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(x.dtype), params)
-    models.save_hf(models.merge(graphdef, params, rest), tmp_path)
+    config = write(tmp_path, BIASED, noise=0.1)
     options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, lora_rank=8)
     result = ladder.climb(str(tmp_path), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
@@ -198,9 +200,7 @@ def test_an_engine_of_several_shards_is_mirrored_to_the_last_bit(tmp_path, schem
     has the inputs of all."""
     pytest.importorskip("vllm")
     heads = {"num_attention_heads": 4, "num_key_value_heads": shards}
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | heads | more))
-    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
-    models.save_hf(models.random_model(config, 0), tmp_path)
+    write(tmp_path, SMALL | heads | more)
     options = ladder.Options(
         prompts=8,
         prompt_len=4,
@@ -227,9 +227,7 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     pytest.importorskip("vllm")
     stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     model = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    (tmp_path / "config.json").write_text(json.dumps(model | {"rope_scaling": {"rope_type": "llama3"} | stretch}))
-    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
-    models.save_hf(models.random_model(config, 0), tmp_path)
+    write(tmp_path, model | {"rope_scaling": {"rope_type": "llama3"} | stretch})
     options = ladder.Options(prompts=8, prompt_len=40, response_len=12, threads=1, unaligned=False)
     result = ladder.climb(str(tmp_path), "w8a8", "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
@@ -242,9 +240,7 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
 def test_an_moe_model_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
     pytest.importorskip("vllm")
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | MOE))
-    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
-    models.save_hf(models.random_model(config, 0), tmp_path)
+    write(tmp_path, SMALL | MOE)
     options = ladder.Options(prompts=6, prompt_len=16, response_len=12, threads=1, unaligned=False)
     result = ladder.climb(str(tmp_path), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
