@@ -1,12 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One 8-bit grid serves several widths: slices, losses over them, exports, and engines that are switched."""
+"""One 8-bit grid serves several widths: slices, losses over them, and engines that are switched."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge.protocol import formats
 
 from qarl_jax import models, quant
 from qarl_jax.quant.schemes import nested_grid, w8a16_asym
@@ -119,22 +118,3 @@ def test_a_running_engine_is_switched_between_widths_by_a_publish():
         found[version] = drawn(switched, bits, version)
         assert found[version] == drawn(JaxSampler(sizes), bits, 0)
     assert found[0] == found[2] != found[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLICES)
-def test_an_export_of_a_slice_fills_eight_bits_of_pack_quantized_with_the_same_weights(name):
-    torch = pytest.importorskip("torch")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized").PackedQuantizationCompressor
-    config = quant.parse_scheme(f"{name}:g32")
-    qt = quant.quantize(masters(32, 128), config)
-    out = config.exported(qt)
-    held = formats.pack("p", {key: np.array(array) for key, array in out.arrays.items()}, out.scheme.wire)
-    scales = torch.from_numpy(held["p.weight_scale"].view(np.int16)).view(torch.bfloat16)
-    state = {"weight_scale": scales} | {
-        leaf: torch.from_numpy(held[f"p.{leaf}"]) for leaf in ("weight_packed", "weight_zero_point", "weight_shape")
-    }
-    args = quantization.QuantizationArgs.model_validate(dict(out.scheme.wire.weights))
-    given = packed.decompress(state, quantization.QuantizationScheme(targets=["Linear"], weights=args))["weight"]
-    np.testing.assert_array_equal(given.float().numpy(), np.asarray(quant.dequantize(qt, jnp.float32)))

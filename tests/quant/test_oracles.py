@@ -93,7 +93,14 @@ def test_nvfp4_has_compressed_tensors_bytes_of_weights_that_are_fused(which):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [w2a16_asym.Config(32), w4a16_asym.Config(16), w8a16_asym.Config(128)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(w2a16_asym.Config(32), w4a16_asym.Config(16), w8a16_asym.Config(128)),
+        *map(quant.parse_scheme, ("w4a16_shift:g32", "w2a16_shift:g32", "w4a16_midpoint:g32", "w2a16_midpoint:g32")),
+    ],
+    ids=str,
+)
 def test_compressed_tensors_unpacks_an_export_with_zero_points_to_the_same_weight(config):
     torch = pytest.importorskip("torch")
     quantization = pytest.importorskip("compressed_tensors.quantization")
