@@ -32,6 +32,7 @@ from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import tiny
+from tests.reference.optimizing import has_same_bits
 
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LORA = {"rank": 8, "alpha": 12}
@@ -42,11 +43,6 @@ def world(folder, **sections):
     """A run of adapters on a w4a16 base, in the arithmetic of vLLM's CPU build."""
     own = {"lora": LORA, "quant": {"engine": "cpu"}, "optimizer": {"name": "adamw", "lr": 0.01}}
     return tiny.World(folder).changed(**own | sections)
-
-
-def has_same_bits(x, y):
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def drawn(state, seed=0):

@@ -27,6 +27,7 @@ from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import Prompt, TrainBatch, UserError
 from tests.reference import tiny
+from tests.reference.optimizing import has_same_bits
 
 ATTENTION = Trainable(freeze=(r"\.mlp\.", "norm", "^embed", "^head"))  # the attention's matrices learn
 ROWS, SEQ = 4, 24
@@ -89,12 +90,6 @@ def gradient(made, state):
 def is_same(x, y):
     """Whether two trees hold the very same arrays."""
     return all(a is b for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
-
-
-def has_same_bits(x, y):
-    """Whether the arrays of two trees are equal to the last bit."""
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def held(sampler):

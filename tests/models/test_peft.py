@@ -20,6 +20,7 @@ from qarl_jax.models.params import united
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import hf_models
+from tests.reference.optimizing import has_same_bits
 
 SHAPE = "qwen3-gqa2-headdim-tied"
 LORA = models.Lora(rank=8, scale=12 / 8)
@@ -62,11 +63,6 @@ def read(base, folder):
     return models.read_peft(str(folder), base[2], models.fresh_adapters(base[2], make_mesh(), seed=1))
 
 
-def same(x, y):
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
 @pytest.mark.slow
 def test_logits_and_gradients_are_those_of_a_weight_with_the_product_added(base):
     model, _, config = base
@@ -105,7 +101,7 @@ def test_logits_and_gradients_are_those_of_a_weight_with_the_product_added(base)
 def test_a_folder_comes_back_as_it_was_written(base, tmp_path):
     adapters = drawn(base[2])
     folder = write(base, adapters, tmp_path / "out")
-    assert same(read(base, folder), adapters)
+    assert has_same_bits(read(base, folder), adapters)
     tensors = load_file(folder / FILE)
     assert len(tensors) == 3 * 7 * 2
     assert tensors["base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"].shape == (96, 8)
@@ -136,7 +132,7 @@ def test_scales_of_patterns_are_folded_and_smaller_ranks_filled_up(base, tmp_pat
             assert np.array_equal(x[..., :4], own[path][..., :4])
             assert not np.asarray(x[..., 4:]).any()
     write_settings(folder, r=4, lora_alpha=3, use_rslora=True)  # 3 / sqrt(4) = 12 / 8
-    assert same(models.by_path(read(base, folder)), found)
+    assert has_same_bits(models.by_path(read(base, folder)), found)
 
 
 def write_settings(folder, **changes):

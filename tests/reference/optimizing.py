@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Random arrays, and parameters after some updates of an optimizer of ours."""
+"""Random arrays, parameters after some updates of an optimizer of ours, and their comparison."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,12 @@ from qarl_jax.optim import leafwise
 def normal(seed, *shape):
     """float32 of `shape`."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def has_same_bits(x, y):
+    """Whether the arrays of two trees are equal to the last bit."""
+    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def run(cfg, params, grads_per_step, **kwargs):
