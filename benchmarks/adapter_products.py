@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from qarl_bridge.protocol import split_k
 
 from benchmarks.low_bit_products import layers_of, microseconds, weight_of
 from benchmarks.shapes import SIZES
+from benchmarks.watched import written
 
 FUSED = {"qkv": 3, "gate_up": 2}  # adapters of a layer, one otherwise
 
@@ -72,10 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row |= {"shapes": args.shapes, "scheme": args.scheme, "rank": args.rank, "rows": count}
         for kind in ("base", "one_part", "parts"):
             row[kind] = round(microseconds(functools.partial(layers.run, x, kind), "cuda", 21) / args.layers, 1)
-        print(json.dumps(row), flush=True)
-        if args.out:
-            with open(args.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        written(row, args.out)
     return 0
 
 

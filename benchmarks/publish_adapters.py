@@ -45,6 +45,7 @@ from qarl_bridge.protocol import adapters, messages
 
 from benchmarks import shapes
 from benchmarks.publish import gpu_bytes, rss_bytes
+from benchmarks.watched import written
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm.engine import engine_config
@@ -240,10 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         line |= in_a_row(trainer, args)
     finally:
         trainer.close()
-    print(json.dumps(line), flush=True)
-    if args.out:
-        with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    written(line, args.out)
     return int(line["wrong_versions"] > 0)
 
 

@@ -57,7 +57,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import random_folder, shapes
-from benchmarks.watched import finished, most_used
+from benchmarks.watched import finished, most_used, written
 from qarl_jax import models
 from qarl_jax.memory import choose
 from qarl_jax.memory import plan as planner
@@ -322,10 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         if code != 0:
             found["tail"] = text.splitlines()[-12:]
         found |= {"seconds_in_all": time.perf_counter() - began, "overrides": words}
-    print(json.dumps(found), flush=True)
-    if args.out:
-        with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+    written(found, args.out)
     return 0 if code == 0 else 1
 
 

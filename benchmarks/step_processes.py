@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.step_gpu import CONFIG, steps_done, summary
+from benchmarks.watched import written
 
 
 def own(word: str) -> bool:
@@ -90,10 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line |= summary(run_dir)
     if any(codes):
         line["tails"] = [log.read_text(errors="replace").splitlines()[-8:] for log in logs]
-    print(json.dumps(line), flush=True)
-    if args.out:
-        with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    written(line, args.out)
     return int(any(codes))
 
 

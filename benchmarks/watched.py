@@ -1,15 +1,25 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command for a limited time, and watches a GPU's memory meanwhile. Imports neither JAX nor torch."""
+"""Runs a command for a limited time, watches a GPU's memory, and writes lines of JSON. Imports no JAX, no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def written(line: Mapping[str, Any], out: str | None) -> None:
+    """Prints a line, and appends it to a file if one is named."""
+    print(json.dumps(line), flush=True)
+    if out:
+        with open(out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def said_by_driver(field: str, ordinal: int = 0) -> str:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.watched import said_by_driver
+from benchmarks.watched import said_by_driver, written
 
 PROMPT_LEN = 64  # words, a token each
 
@@ -67,14 +67,6 @@ def speeds(args: argparse.Namespace, seconds: Mapping[str, float | None], genera
     tokens = args.prompts * args.samples * args.response_len
     took = {"tokens_per_s": seconds.get("step"), "generated_per_s": seconds.get(generating)}
     return {key: round(tokens / value, 1) if value else None for key, value in took.items()}
-
-
-def written(line: Mapping[str, Any], out: str) -> None:
-    """Prints a line, and appends it to a file if one is named."""
-    print(json.dumps(line), flush=True)
-    if out:
-        with open(out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def own(records: Sequence[Mapping[str, Any]], discard: int) -> dict[str, Any]:
