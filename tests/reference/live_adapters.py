@@ -7,10 +7,9 @@ Prints one JSON object, the findings. The engine's layers are compared with the 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sys
-import threading
 from typing import Any
 
 import ml_dtypes
@@ -21,13 +20,11 @@ from qarl_bridge.engine.engine import VllmEngine
 from qarl_bridge.protocol import adapters, messages
 from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server import bridge as server
-from qarl_bridge.transport.zeromq import Listener
 
-from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
+from qarl_jax.rollout.vllm.engine import engine_tensors
 from qarl_jax.verify import ladder
 from tests.reference import quant_reference as ref
-from tests.reference.live_engine import DRAWS, KEY, MODEL
+from tests.reference.live_engine import DRAWS, KEY, MODEL, expected_of, serve
 
 RANK = 4
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a fused layer, k has none
@@ -209,35 +206,14 @@ def scenario(trainer: Trainer, engine: VllmEngine, base: Tensors, expected: Any,
 def main(scheme: str, folder: str, publishes: str) -> None:
     weights = ladder.load(MODEL, scheme, "cpu")
     base = dict(engine_tensors(weights))
-    plain = {
-        n: messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape)) for n, a in base.items()
-    }
-    expected = adapters.expected(plain, RANK, TARGETS)
-    config = engine_config(weights.graphdef)
-    sender.write_folder(folder, config, expected.values())
-    options = messages.EngineOptions(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
-    engine = VllmEngine(folder, config, expected, has_weights=False, options=options)
-    bridge = server.Bridge(engine)
-    listener = Listener(os.path.join(folder, "s"), KEY)
-    bridge.serve(listener)
-    found: dict[str, Any] = {}
+    expected = adapters.expected(expected_of(base), RANK, TARGETS)
 
-    def train() -> None:
-        try:
-            trainer = Trainer(listener.address, engine.facts)
-            found.update(scenario(trainer, engine, base, expected, int(publishes)))
-            trainer.client.close()
-        except BaseException as error:
-            found["error"] = repr(error)
-            raise
-        finally:
-            bridge.stop()
+    def findings(address: str, engine: VllmEngine) -> dict[str, Any]:
+        trainer = Trainer(address, engine.facts)
+        with contextlib.closing(trainer.client):
+            return scenario(trainer, engine, base, expected, int(publishes))
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    bridge.run()
-    thread.join()
-    print(json.dumps(found), flush=True)
+    serve(folder, weights, expected, findings)
 
 
 if __name__ == "__main__":

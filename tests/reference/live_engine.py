@@ -175,13 +175,8 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
     return found
 
 
-def main(scheme: str, folder: str) -> None:
-    weights = ladder.load(MODEL, json.loads(scheme) if scheme.startswith("[") else scheme, "cpu")
-    policies = [dict(engine_tensors(weights)), dict(engine_tensors(moved(weights, 1.1)))]
-    expected = {
-        n: messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape))
-        for n, a in policies[0].items()
-    }
+def serve(folder: str, weights: PolicyWeights, expected: dict[str, messages.Expected], findings: Any) -> None:
+    """Serves a model in this thread until `findings(address, engine)` returns in another; prints what it found."""
     config = engine_config(weights.graphdef)
     sender.write_folder(folder, config, expected.values())
     options = messages.EngineOptions(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
@@ -193,11 +188,10 @@ def main(scheme: str, folder: str) -> None:
 
     def train() -> None:
         try:
-            trainer = Trainer(listener.address, engine.facts, policies)
-            found.update(scenario(trainer, engine))
-            trainer.client.close()
+            found.update(findings(listener.address, engine))
         except BaseException as error:
             found["error"] = repr(error)
+            raise
         finally:
             bridge.stop()
 
@@ -206,6 +200,26 @@ def main(scheme: str, folder: str) -> None:
     bridge.run()
     thread.join()
     print(json.dumps(found), flush=True)
+
+
+def expected_of(tensors: dict[str, Any]) -> dict[str, messages.Expected]:
+    """The entries that a model's tensors have in a manifest."""
+    return {
+        n: messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape))
+        for n, a in tensors.items()
+    }
+
+
+def main(scheme: str, folder: str) -> None:
+    weights = ladder.load(MODEL, json.loads(scheme) if scheme.startswith("[") else scheme, "cpu")
+    policies = [dict(engine_tensors(weights)), dict(engine_tensors(moved(weights, 1.1)))]
+
+    def findings(address: str, engine: VllmEngine) -> dict[str, Any]:
+        trainer = Trainer(address, engine.facts, policies)
+        with contextlib.closing(trainer.client):
+            return scenario(trainer, engine)
+
+    serve(folder, weights, expected_of(policies[0]), findings)
 
 
 if __name__ == "__main__":
