@@ -33,6 +33,7 @@ COPIED = (
     "tests/quant/test_schemes.py",
     "tests/quant/test_dot.py",
     "tests/bridge/test_formats.py",
+    "tests/loss/test_loss_battery.py",
     "pyproject.toml",
 )
 # What the programs import, of which several take seconds; no JAX backend starts before a fork.
@@ -305,12 +306,21 @@ else:
     )
 
 
+def passed(run, *arguments):
+    """The number of tests that pass; none may fail."""
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]
+    return int(re.findall(r"(\d+) passed", " ".join(run(f"assert pytest.main({options}) == 0")))[0])
+
+
 @pytest.mark.nightly
 def test_the_battery_greets_the_scheme(run):
     files = ["tests/quant/test_schemes.py", "tests/quant/test_dot.py", "tests/bridge/test_formats.py"]
-    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-k", "w5a16"]
-    said = run(f"assert pytest.main({[*options, *files]}) == 0")
-    assert int(re.findall(r"(\d+) passed", " ".join(said))[0]) > 15
+    assert passed(run, "-k", "w5a16", *files) > 15
+
+
+@pytest.mark.slow
+def test_the_battery_greets_a_loss_without_a_ratio(run):
+    assert passed(run, "-k", "reinforce", "-m", "not slow", "tests/loss/test_loss_battery.py") > 5
 
 
 @pytest.mark.slow
