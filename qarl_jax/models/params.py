@@ -55,8 +55,10 @@ def merge(graphdef: nnx.GraphDef, params: nnx.State, qweights: nnx.State) -> Tra
     return nnx.merge(graphdef, params, qweights)
 
 
-def config_of(model: nnx.GraphDef | Transformer) -> ModelConfig:
+def config_of(model: nnx.GraphDef | Transformer | ModelConfig) -> ModelConfig:
     """The ModelConfig of a model or of its graphdef."""
+    if isinstance(model, ModelConfig):
+        return model
     if isinstance(model, Transformer):
         return model.config
     for _, attribute in model.attributes:
@@ -247,7 +249,9 @@ def rules_with_tables(scheme: str, tables: str) -> Any:
     return [{"match": "embed|head", "scheme": tables}, {"match": "", "scheme": scheme}] if tables else scheme
 
 
-def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int | None = None) -> nnx.GraphDef:
+def with_scheme(
+    model: nnx.GraphDef | Transformer | ModelConfig, scheme: Any, group_size: int | None = None
+) -> nnx.GraphDef:
     """Returns the model's graphdef under another scheme (see `parse_rules`); the model's params fit it.
 
     Raises:

@@ -110,11 +110,12 @@ def model_config(
     return made if cfg.lora is None else made.with_ignored
 
 
-def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
+def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None, scheme: str | None = None) -> Any:
     """Makes the policy's graphdef (the model's static half) under `quant.forward`, from config.json alone.
 
     Args:
       numerics: the learner's arithmetic; None: the config's.
+      scheme: of every weight; None: `quant.forward` and `quant.rules`.
 
     Raises:
       UserError: config.json is missing or unsupported, a frozen weight was released under another scheme, or
@@ -129,6 +130,8 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
         raise UserError(
             f"rollout.router_replay=true, but {cfg.model.path} is no MoE model: there is no routing to replay."
         )
+    if scheme is not None:
+        return models.with_scheme(model, scheme, cfg.quant.group_size)
     return models.split(models.abstract_model(model))[0]
 
 

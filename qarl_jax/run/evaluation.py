@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax import data, models
+from qarl_jax import data
 from qarl_jax.data import suites
 from qarl_jax.data.sources.hints import pass_rates
 from qarl_jax.learning.trainable import joined
@@ -268,11 +268,9 @@ def run(
         cfg = with_room(cfg, max(lengths, default=0))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
         numerics = None if source is None else stamp.learner_numerics(cfg, saved)
-        graphdef = build.policy_graphdef(cfg, numerics)
+        graphdef = build.policy_graphdef(cfg, numerics, scheme)
         if scheme is None:
             graphdef = build.rollout_graphdef(cfg, graphdef)
-        else:
-            graphdef = models.with_scheme(graphdef, scheme, cfg.quant.group_size)
         learner = build.make_learner(cfg, graphdef, mesh)
         params, frozen = build.load_policy(cfg, learner, restored=found is not None)
         if frozen is not None:

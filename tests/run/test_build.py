@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from qarl_jax import models
 from qarl_jax.rollout.vllm.engine import VllmEngine
 from qarl_jax.run import build
 from qarl_jax.types import UserError
@@ -31,3 +32,12 @@ def test_an_engine_over_a_bridge_is_built_from_its_section_before_any_bridge_sta
         assert isinstance(made, VllmEngine)
         assert (made.version, made.facts) == (-1, None)
     assert not (tmp_path / "bridge.log").exists()
+
+
+def test_a_scheme_asked_for_stands_for_one_that_cannot_quantize_the_model(tmp_path):
+    cfg = tiny.World(tmp_path).changed(quant={"forward": "w4a16:g128"}).config
+    with pytest.raises(UserError, match="not a multiple of the group size 128"):
+        build.policy_graphdef(cfg)
+    other = build.policy_graphdef(tiny.World(tmp_path).config)
+    for scheme in ("bf16", "w8a8"):
+        assert build.policy_graphdef(cfg, scheme=scheme) == models.with_scheme(other, scheme)

@@ -179,7 +179,9 @@ def test_steps_folders_schemes_and_sampling_can_be_chosen(run, capsys):
     start = run.records("eval")[0]
     assert folder == {key: value for key, value in start.items() if key.startswith("eval/")}
     assert folder != own
-    assert as_json(capsys, *run.command(), "--scheme", "bf16") != folder
+    full = as_json(capsys, *run.command(), "--scheme", "bf16")
+    assert full != folder
+    assert as_json(capsys, *run.command("quant.forward=w4a16:g128"), "--scheme", "bf16") == full
     narrow = as_json(capsys, "--checkpoint", run.run_dir, "eval.top_p=0.5", "eval.num_samples=3", "eval.num_prompts=0")
     assert narrow["eval/prompts"] > 4
     assert "eval/pass_at_3" in narrow
