@@ -121,7 +121,7 @@ def check_quantizable(shape: tuple[int, ...], scheme: Scheme, name: str = "") ->
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
             "Choose another scheme or bf16 for this weight (quant.rules)"
-            + (" or, if the group does not divide it, another group size (quant.group_size)." if choice else ".")
+            + (f" or, if the group does not divide it, another group size, as in {scheme.name}:g64." if choice else ".")
         )
 
 
