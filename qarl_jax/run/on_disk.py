@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -35,7 +36,7 @@ def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replace
       replaces: whether to replace an `out` that is not empty, once the new folder is complete.
 
     Raises:
-      UserError: `out` is in use, or cannot be written.
+      UserError: `out` is in use, or cannot be written, or its disk is full.
     """
     target = Path(out)
     if not replaces and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -52,6 +53,10 @@ def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replace
             elif target.exists():
                 target.rmdir()
             os.replace(staging, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(f"{what} cannot be written: {error.strerror}. Free some space.") from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 

@@ -1,7 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A folder is made by one process at a time."""
+"""A folder is made by one process at a time, and whole."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -27,3 +29,18 @@ def test_a_folder_that_another_process_makes_is_refused(tmp_path):
     with on_disk.whole_folder(out) as staging:
         assert not (staging / "file").exists()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
+    out = tmp_path / "models" / "out"
+
+    def fails(number):
+        with on_disk.whole_folder(out) as staging:
+            (staging / "file").write_text("a")
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError, match=r"--out .*out cannot be written: No space.*Free some"):
+        fails(errno.ENOSPC)
+    assert not list(out.parent.iterdir())
+    with pytest.raises(FileNotFoundError):
+        fails(errno.ENOENT)
