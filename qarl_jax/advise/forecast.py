@@ -250,5 +250,5 @@ def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
     ]
     never = [name for name, scheme in schemes.items() if scheme is not None and forecasts[name].k3_bf16 is None]
     if never:
-        lines.append(f"{', '.join(never)}: no step, token or mismatch was measured on a GPU")
+        lines.append(f"{', '.join(never)}: the mismatch of a bf16 learner was not measured on a GPU")
     return lines

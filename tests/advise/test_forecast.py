@@ -175,6 +175,8 @@ def test_an_unmeasured_machine_and_a_model_that_does_not_fit_are_said(capsys):
     said = advised(capsys, "--model", "Qwen3-1.7B", "--device", "a100")
     assert any("no step was measured on a100" in line for line in said["unknown"])
     assert any("fp8" in line and "e4m3" in line for line in said["unknown"])
+    (line,) = [line for line in said["unknown"] if "nvfp4" in line]
+    assert line.endswith("w2a2: the mismatch of a bf16 learner was not measured on a GPU")
     assert advise.main(["--model", "Qwen3-235B-A22B", "--device", "h100", "--json"]) == 1
     assert "no scheme fits" in json.loads(capsys.readouterr().out)["verdict"]
 
