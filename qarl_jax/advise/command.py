@@ -145,12 +145,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("name a model (--model) or a run (--config).")
     if args.gpus < 1:
         raise UserError(f"--gpus must be at least 1, got {args.gpus}.")
-    if args.mean_len < 0:
-        raise UserError(f"--mean-len must be positive, got {args.mean_len:g}.")
     machine = this_cpu() if args.device == "cpu" else MACHINES[args.device]
     path = args.model or config.load(args.config, args.overrides).model.path
     with published.folder(path) as folder:
         cfg = run_of(args, folder)
+        if not 0 <= args.mean_len <= cfg.rollout.max_response_len:
+            raise UserError(
+                f"--mean-len must be positive and at most rollout.max_response_len={cfg.rollout.max_response_len},"
+                f" got {args.mean_len:g}."
+            )
         forecasts = forecast.of_schemes(cfg, machine, args.mean_len)
         error = forecast.error_of(forecasts["bf16"].cfg)
         best = best_of(forecasts)
