@@ -482,7 +482,7 @@ def test_without_a_critic_a_checkpoint_is_what_it_was(world, whole, capsys):
     capsys.readouterr()
     added = plain.changed(**PPO, train={"steps": 2})
     assert train.main(added.command()) == 2
-    assert "holds no 'critic'" in capsys.readouterr().err
+    assert "step 1 saved no critic. Set critic=null" in capsys.readouterr().err
 
 
 @pytest.mark.slow

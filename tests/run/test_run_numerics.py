@@ -67,7 +67,7 @@ def test_a_run_goes_on_and_is_evaluated_and_exported_in_what_it_saved(world, mon
     assert found == ["plain"]
     asked = []
 
-    def policy_graphdef(cfg, numerics=None):
+    def policy_graphdef(cfg, numerics=None, scheme=None):
         asked.append((numerics or cfg.numerics).profile)
         raise UserError("enough")
 
