@@ -86,10 +86,10 @@ def rollout_metrics(
     groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
 ) -> dict[str, float]:
     """Measures sampled responses and their rewards. `advantages`: of each response in its group; None with a critic."""
-    rewards = graded(groups)
+    rewards, valid = graded(groups), np.concatenate([group.valid for group in groups])
     completions = [completion for group in groups for completion in group.completions]
-    whole = [completion for completion in completions if completion.finish_reason != "abort"]
-    lengths = np.array([int(completion.drawn.sum()) for completion in whole or completions])
+    whole = [completion for completion, kept in zip(completions, valid, strict=True) if kept] or completions
+    lengths = np.array([int(completion.drawn.sum()) for completion in whole])
     drawn_under = [completion.policy_version for completion in completions if completion.versions]
     return {
         "reward/mean": float(rewards.mean()),
@@ -100,12 +100,10 @@ def rollout_metrics(
             if advantages is None
             else {"reward/zero_advantage_groups": float((advantages == 0).reshape(len(advantages), -1).all(1).mean())}
         ),
-        **_term_metrics(
-            {name: values[np.concatenate([group.valid for group in groups])] for name, values in parts.items()}
-        ),
+        **_term_metrics({name: values[valid] for name, values in parts.items()}),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
-        "response/truncated": float(np.mean([c.finish_reason != "stop" for c in whole or completions])),
+        "response/truncated": float(np.mean([c.finish_reason != "stop" for c in whole])),
         **({"rollout/version": float(min(drawn_under))} if drawn_under else {}),
         "response/tokens": float(lengths.sum()),
         **_turn_metrics(completions),

@@ -94,7 +94,7 @@ KINDS = ("grpo", "drgrpo")  # of `group_advantages`
 # Eight rewards of 0.1 have a float32 mean one ulp off and std 0; divided by 1e-6 that is an advantage of 7e-3 from
 # nothing. Sums of float32 rewards (terms, turns) differ by ulps, too: 0.4 + 0.55 and 0.95, by 6e-8. A group whose
 # rewards differ by less than this has advantage exactly 0.
-_SAME = 1e-6
+SAME = 1e-6
 _EPS = 1e-6
 
 
@@ -137,7 +137,7 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
     if kind == "grpo":
         std = xp.sqrt((centred * centred).sum(1, keepdims=True) / xp.maximum(count - 1.0, 1.0))
         centred = centred / (std + _EPS)
-    return xp.where((spread < _SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
+    return xp.where((spread < SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
 
 
 def turn_advantages(

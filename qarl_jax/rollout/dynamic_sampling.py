@@ -27,11 +27,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from qarl_jax.data import PromptStream
+from qarl_jax.loss.advantages import SAME
 from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, at_least
 
 # Keeps these draws apart from others of the same seed.
 _EXTRA = 0xDA90
-_SAME = 1e-6  # rewards closer than this are alike, as in `loss.advantages`
 
 Parts = Mapping[str, Float[np.ndarray, " n"]]
 Sampler = Callable[[list[Prompt], int], tuple[list[RolloutGroup], Parts]]
@@ -90,7 +90,7 @@ def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") 
         values = np.asarray(parts[metric][at : at + size] if metric else group.rewards, np.float64)
         values = np.where(np.isnan(values), group.rewards, values)
         values = values[group.valid]
-        out[i] = len(values) > 1 and values.max() - values.min() >= _SAME
+        out[i] = len(values) > 1 and values.max() - values.min() >= SAME
         at += size
     return out
 

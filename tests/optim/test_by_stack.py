@@ -15,6 +15,7 @@ from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.optim.build import AdamW, Muon, Schedule
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.runtime import compilation
+from tests.reference.optimizing import has_same_bits
 
 SHAPES = {
     "embed": {"kernel": (48, 24)},
@@ -83,13 +84,6 @@ def run(update, on_mesh=False, dtype="float32"):
     return seen
 
 
-def same_bits(a, b):
-    return all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes()
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 MUON, ADAMW = (Muon, "int8", "float32", True), (AdamW, "bfloat16", "float32", False)
 CASES = [
@@ -113,7 +107,7 @@ def config(kind, moments):
 def test_a_state_on_the_host_gives_the_bits_of_one_on_the_device(kind, moments, master, on_mesh, compiled_as_a_run):
     here, there = (make(config(kind, moments), offload=offload) for offload in (False, True))
     found, wanted = (run(update, on_mesh, master) for update in (there, here))
-    assert same_bits(found, wanted)
+    assert has_same_bits(found, wanted)
     kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(start(u, on_mesh).opt_state)} for u in (here, there)]
     assert kinds == [{"device"}, {"pinned_host"}]
 
@@ -147,7 +141,7 @@ def test_groups_give_the_numbers_of_one_program(kind, moments, master, on_mesh, 
             np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=ulp, atol=ulp + loose)
         if still:
             before = found[number - 1][0]
-            assert same_bits((state.params, state.opt_state), (before.params, before.opt_state))
+            assert has_same_bits((state.params, state.opt_state), (before.params, before.opt_state))
 
 
 @pytest.mark.slow
@@ -158,7 +152,7 @@ def test_masters_round_by_their_place_in_the_whole_wherever_they_lie(kind, monke
         return [np.asarray(x) for x in jax.tree.leaves(run(make(cfg, **options), on_mesh, "bfloat16")[-1][0].params)]
 
     groups, host, spread = masters(False), masters(False, offload=True), masters(True)
-    assert same_bits(groups, host)
+    assert has_same_bits(groups, host)
     monkeypatch.setattr(by_stack, "GROUP_BYTES", 2**30)
     for a, b, c in zip(groups, masters(False), spread, strict=True):
         # Other bits would move about half of them; the same ones, what lies on the edge.
