@@ -3,7 +3,7 @@
 """Block-wise progressive training (Bit-by-Bit, arXiv 2604.07888): one layer at a time, one scheme after the other.
 
     x_full ──► layer in full precision ──► target           e = |output - target|^2 / |target|^2 of each token
-    x_low  ──► the same layer, low-bit ──► output           loss = the mean of log(1 + e) over tokens
+    x_low  ──► the same layer, low-bit ──► output           loss = the mean of e over tokens
 
     for each layer:  masters from the checkpoint
         for each scheme (w8 -> w4 -> w2, then activations):  epochs over all rows, a fresh optimizer
@@ -14,8 +14,7 @@ A layer's inputs come from the quantized layers before it, so it also learns to 
 **Our reading.** A layer goes through all schemes before the next layer begins, so that it is trained on the outputs of
 the final layers before it. The descriptions that we know leave open whether the whole model goes through a scheme
 first. Each scheme starts from the masters of the one before. The error is relative per token, because in plain squares
-a few tokens with activations a thousand times larger would outweigh all others. The logarithm stops such a token from
-outweighing all others where only the low-bit layers make it large: its error is 10^4 and more then.
+a few tokens with activations a thousand times larger would outweigh all others.
 
 **Memory.** Training needs memory for one layer with its optimizer, and for the rows of one update. Layers' inputs are
 kept in files, one tensor [2, T, D] per row: the two tensors of `Transformer.through`. A GPU or TPU holds them in memory
@@ -147,9 +146,9 @@ def as_stored(params: nnx.State) -> nnx.State:
 
 
 def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
-    """Computes e = |output - target|^2 / |target|^2 of each token, and returns the mean of log(1 + e) over tokens."""
+    """Computes e = |output - target|^2 / |target|^2 of each token, and returns the mean of e over tokens."""
     ours, theirs = _sum(stream), _sum(target)
-    return jnp.mean(jnp.log1p(jnp.sum((ours - theirs) ** 2, -1) / (jnp.sum(theirs**2, -1) + 1e-12)))
+    return jnp.mean(jnp.sum((ours - theirs) ** 2, -1) / (jnp.sum(theirs**2, -1) + 1e-12))
 
 
 _error = jax.jit(relative_error)

@@ -188,7 +188,8 @@ def test_distillation_on_the_models_own_text_brings_the_distributions_together(w
 @pytest.mark.slow
 def test_distillation_that_does_harm_says_so(world, capsys):
     learned = {"epochs": 1, "batch": 2, "optimizer": {"name": "adamw", "lr": 3.0, "weight_decay": 0.0}}
-    assert run(world, tree(world, "harmed", distill=learned)) == 0
+    values = tree(world, "harmed", data=None, distill=learned)  # its own text is likeliest in full precision
+    assert run(world, values) == 0
     assert "did harm: lower distill.optimizer.lr, or set distill=null" in capsys.readouterr().out
 
 
