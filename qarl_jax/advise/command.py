@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from qarl_jax import quant
 from qarl_jax.advise import forecast, measure
 from qarl_jax.advise.forecast import Forecast
 from qarl_jax.advise.machines import MACHINES, Machine, this_cpu
@@ -59,15 +60,25 @@ def run_of(args: argparse.Namespace, folder: str) -> RunConfig:
     return config.from_dict(tree_of(args), "advise", words)
 
 
+def needs_training(name: str) -> bool:
+    """Tells whether rounding to a scheme spoils a policy: weights below four bits, or activations below eight."""
+    scheme = quant.parse_scheme(name)
+    return getattr(scheme, "bits", 8) < 4 or (getattr(scheme, "activation_bits", None) or 8) < 8
+
+
 def best_of(forecasts: Mapping[str, Forecast]) -> str | None:
-    """Returns the scheme of the shortest step; bf16 unless another saves more than 2 %. None: no run fits."""
+    """Returns the scheme of the shortest step; bf16 unless another saves more than 2 %. None: no run fits.
+
+    Schemes that need training (`qarl_jax.qat`) are taken only where no other fits.
+    """
     steps = {name: one.step * (0.98 if name == "bf16" else 1.0) for name, one in forecasts.items() if one.seconds}
-    return min(steps, key=lambda name: steps[name], default=None)
+    return min(steps, key=lambda name: (needs_training(name), steps[name]), default=None)
 
 
 def start_from(args: argparse.Namespace, scheme: str, saved: Sequence[str]) -> str:
     """Returns a command line that starts the run under `scheme`; without --config, the text of a config file."""
-    words = [*args.overrides, f"quant.forward={scheme}", *saved]
+    own = [word for word in args.overrides if not word.startswith("quant.forward=")]
+    words = [*own, f"quant.forward={scheme}", *saved]
     if args.config:
         return f"python -m qarl_jax.train {args.config} {' '.join(words)}"
     tree = tree_of(args)
@@ -190,6 +201,8 @@ def report(
             lines.setdefault(one.problem.replace(name, "it"), []).append(name)
         if one.saved:
             lines.setdefault(f"fits with {' '.join(one.saved)}", []).append(name)
+        if one.seconds and needs_training(name):
+            lines.setdefault("not chosen: train the policy for it first (python -m qarl_jax.qat)", []).append(name)
         if one.seconds and one.cached[0] < one.cached[1]:
             waits = f"the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits"
             lines.setdefault(waits, []).append(name)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecasts follow the registry, the roofline and the plan; their rates and errors are those of the records."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -161,6 +162,23 @@ def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     made = config.from_dict(tree, "test")
     assert made.quant.forward == said.split("To start from (")[1].split(")")[0]
     assert made.rollout.engine_name == "vllm"
+
+
+def test_schemes_that_need_training_are_forecast_and_not_chosen(run, capsys):
+    found = run[1]
+    fast = found | {"w2a16": dataclasses.replace(found["w2a16"], seconds={"rollout": 1e-3})}
+    assert [name for name in ("w2a16", "w4a4", "w3a16", "nvfp4", "fp8") if advise.needs_training(name)] == [
+        "w2a16",
+        "w4a4",
+        "w3a16",
+    ]
+    assert not advise.needs_training(advise.best_of(fast))
+    assert advise.best_of({name: one for name, one in fast.items() if name == "w2a16"}) == "w2a16"
+    asked = ["--config", "configs/one_h200_8b.yaml", "--model", "Qwen3-8B", "--device", "h200", "quant.forward=nvfp4"]
+    assert advise.main(asked) == 0
+    said = capsys.readouterr().out
+    assert "train the policy for it first" in said
+    assert said.count(" quant.forward=") == 1
 
 
 def test_a_model_that_the_default_scheme_cannot_quantize_is_forecast_under_others(tmp_path, capsys):
