@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other people's quantizers as oracles: compressed-tensors for the weight grids, AQT for the activation grid."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,14 @@ import pytest
 from aqt.jax.v2 import aqt_quantizer, calibration
 from aqt.jax.v2.numerics import int_numerics
 from qarl_bridge.protocol import formats
+from safetensors.numpy import load_file
 
 from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.schemes import fp8, nvfp4, w2a16_asym, w4a16, w4a16_asym, w8a8, w8a16_asym
 from tests.reference import quant_reference as ref
+
+TRAINED = pathlib.Path(__file__).parents[2] / "assets" / "tiny-qwen3" / "model.safetensors"
 
 
 def compressed_tensors(w, config):
@@ -66,6 +71,7 @@ ADVERSARIAL = {
     "all_zero": lambda w: 0 * w,
     "as_small_as_is_promised": lambda w: w / np.abs(w).max() * 2.0**-104,
     "as_large": lambda w: w / np.abs(w).max() * 2.0**18,
+    "trained": lambda w: load_file(TRAINED)["model.layers.0.self_attn.k_proj.weight"][:64].astype(np.float32),
 }
 
 
