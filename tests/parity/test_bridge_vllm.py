@@ -49,7 +49,8 @@ MODEL = qwen3(
     attention_bias=False,
     torch_dtype="bfloat16",
 )
-SCHEMES = ("w8a8", "w4a16:g32")
+SCHEMES = ("w8a8", "w4a16:g32", "nvfp4")
+NIGHTLY = [pytest.mark.nightly]
 ENGINE = Config(kv_cache_gb=0.1, max_model_len=256, readback="full", threads=1)
 GREEDY = SamplingConfig(max_response_len=24, temperature=0.0)
 SAMPLED = SamplingConfig(max_response_len=24)
@@ -123,7 +124,7 @@ def same(a, b):
     )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(SCHEMES[0], marks=pytest.mark.nightly), *SCHEMES[1:]])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=NIGHTLY * (name != "w4a16:g32")) for name in SCHEMES])
 def served(request, tmp_path_factory):
     """A bridge started without weights, after publishing versions 0 and 1 into it."""
     scheme = request.param
@@ -204,7 +205,7 @@ def test_facts_name_the_arithmetic_and_the_kernels(served):
     assert facts.profile == quant.resolve("cpu").profile
     assert facts.vocab_size == 320
     qkv = facts.kernels["model.layers.0.self_attn.qkv_proj"]
-    assert ("Int8" in qkv) if served.scheme == "w8a8" else ("WNA16" in qkv)
+    assert {"w8a8": "Int8", "w4a16:g32": "WNA16", "nvfp4": "NvFp4"}[served.scheme] in qkv, qkv
 
 
 def test_a_nan_is_refused_and_the_old_version_keeps_serving(served):
