@@ -202,7 +202,7 @@ def report(
         if one.saved:
             lines.setdefault(f"fits with {' '.join(one.saved)}", []).append(name)
         if one.seconds and needs_training(name):
-            lines.setdefault("rounding alone spoils a policy: train the policy for it first (python -m qarl_jax.qat)", []).append(name)
+            lines.setdefault("rounding alone spoils a policy: train it first (python -m qarl_jax.qat)", []).append(name)
         if one.seconds and one.cached[0] < one.cached[1]:
             waits = f"the KV cache holds {one.cached[0]} of {one.cached[1]} sequences, so sampling waits"
             lines.setdefault(waits, []).append(name)

@@ -45,7 +45,7 @@ RATES: dict[str, float] = {
     "read": 1,
     "read_experts": 0.8,
     "routed_layer": 3.5e-05,
-    "sequence": 1.7e-05,
+    "sequence": 1.6e-05,
     "stream": 1,
     "stream_gradients": 4,
     "stream_iterates": 1.7,

@@ -177,7 +177,7 @@ def test_schemes_that_need_training_are_forecast_and_not_chosen(run, capsys):
     asked = ["--config", "configs/one_h200_8b.yaml", "--model", "Qwen3-8B", "--device", "h200", "quant.forward=nvfp4"]
     assert advise.main(asked) == 0
     said = capsys.readouterr().out
-    assert "train the policy for it first" in said
+    assert "train it first (python -m qarl_jax.qat)" in said
     assert said.count(" quant.forward=") == 1
 
 
