@@ -61,9 +61,9 @@ def run_of(args: argparse.Namespace, folder: str) -> RunConfig:
 
 
 def needs_training(name: str) -> bool:
-    """Tells whether rounding to a scheme spoils a policy: weights below four bits, or activations below eight."""
+    """Tells whether a policy has to be trained for a scheme first (`Scheme.needs_training`)."""
     scheme = quant.parse_scheme(name)
-    return getattr(scheme, "bits", 8) < 4 or (getattr(scheme, "activation_bits", None) or 8) < 8
+    return scheme is not None and scheme.needs_training
 
 
 def best_of(forecasts: Mapping[str, Forecast]) -> str | None:

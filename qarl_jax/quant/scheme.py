@@ -38,6 +38,7 @@ class Scheme:
       held_twice: whether vLLM keeps a second copy of the arrays in its kernel's layout
         (`memory.engine.layer_copies`).
       of_tables: whether the embedding and the head can be held so.
+      needs_training: whether rounding alone spoils a policy, so that `qarl_jax.qat` has to train it first.
       baseline_k3: the largest k3 measured between a bf16 learner and a sampler under this scheme, on random weights;
         None: not measured.
     """
@@ -50,6 +51,7 @@ class Scheme:
     decoded: ClassVar[bool] = False
     held_twice: ClassVar[bool] = False
     of_tables: ClassVar[bool] = False
+    needs_training: ClassVar[bool] = False
     baseline_k3: ClassVar[float | None] = None
 
     def __str__(self) -> str:

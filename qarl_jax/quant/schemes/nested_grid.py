@@ -58,6 +58,7 @@ class W2Midpoint(W4Midpoint):
     """The top 2 bits of `w8a16_asym`; a code stands for the middle of its 64 values."""
 
     name: ClassVar[str] = "w2a16_midpoint"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 2
 
 
@@ -75,6 +76,7 @@ class W2Shift(W4Shift):
     """The top 2 bits of `w8a16_asym`; a code stands for the lowest of its 64 values."""
 
     name: ClassVar[str] = "w2a16_shift"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 2
 
 

@@ -23,5 +23,6 @@ class Config(w4a16.Config):
     """2-bit weights, activations in compute dtype. See `int4_grid.Config`."""
 
     name: ClassVar[str] = "w2a16"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 2
     baseline_k3: ClassVar[float | None] = None

@@ -21,4 +21,5 @@ class Config(asym_grid.Config):
     """2-bit weights with zero points, activations in the compute dtype. See `asym_grid.Config`."""
 
     name: ClassVar[str] = "w2a16_asym"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 2

@@ -21,6 +21,7 @@ class Config(asym_grid.Config):
     """2-bit weights and activations with zero points. See `asym_grid.Config`."""
 
     name: ClassVar[str] = "w2a2"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 2
     low_bit_activations: ClassVar[bool] = True
     activation_bits: ClassVar[int] = 2

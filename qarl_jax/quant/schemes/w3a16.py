@@ -24,5 +24,6 @@ class Config(w4a16.Config):
     """3-bit weights, activations in compute dtype. See `int4_grid.Config`."""
 
     name: ClassVar[str] = "w3a16"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 3
     baseline_k3: ClassVar[float | None] = None

@@ -20,4 +20,5 @@ class Config(asym_grid.Config):
     """3-bit weights with zero points, activations in the compute dtype. See `asym_grid.Config`."""
 
     name: ClassVar[str] = "w3a16_asym"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 3

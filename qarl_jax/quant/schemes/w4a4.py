@@ -20,6 +20,7 @@ class Config(asym_grid.Config):
     """4-bit weights and activations with zero points. See `asym_grid.Config`."""
 
     name: ClassVar[str] = "w4a4"
+    needs_training: ClassVar[bool] = True
     bits: ClassVar[int] = 4
     low_bit_activations: ClassVar[bool] = True
     activation_bits: ClassVar[int] = 4
