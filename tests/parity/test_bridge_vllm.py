@@ -50,7 +50,6 @@ MODEL = qwen3(
     torch_dtype="bfloat16",
 )
 SCHEMES = ("w8a8", "w4a16:g32", "nvfp4")
-NIGHTLY = [pytest.mark.nightly]
 ENGINE = Config(kv_cache_gb=0.1, max_model_len=256, readback="full", threads=1)
 GREEDY = SamplingConfig(max_response_len=24, temperature=0.0)
 SAMPLED = SamplingConfig(max_response_len=24)
@@ -124,7 +123,10 @@ def same(a, b):
     )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=NIGHTLY * (name != "w4a16:g32")) for name in SCHEMES])
+@pytest.fixture(
+    scope="module",
+    params=[name if name == "w4a16:g32" else pytest.param(name, marks=pytest.mark.nightly) for name in SCHEMES],
+)
 def served(request, tmp_path_factory):
     """A bridge started without weights, after publishing versions 0 and 1 into it."""
     scheme = request.param
