@@ -195,7 +195,8 @@ def line(cfg: RunConfig, size: int) -> str | None:
     parts = ", ".join(f"{said} {phases[phase] / each:.1f}" for phase, said in names.items())
     how = f"+-{error_of(cfg):.0%}" if machine.is_measured else "by the vendor's peaks, not measured"
     how = how if all_counted(cfg) else "without the passes of critic and reference"
-    return f"{total / each:.0f} {unit} on {machine.kind} (forecast, {how}) if all responses are full: {parts}"
+    total = float(f"{total / each:.2g}")  # more digits than its error allows would change with every fit
+    return f"{total:.0f} {unit} on {machine.kind} (forecast, {how}) if all responses are full: {parts}"
 
 
 def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | None:
