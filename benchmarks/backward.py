@@ -133,6 +133,7 @@ def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
         config = models.read_config(
             args.model,
             compute_dtype="bfloat16",
+            param_dtype="bfloat16",  # the files hold no more
             quant=models.parse_rules(scheme, args.group_size),
             numerics=quant.resolve("auto"),
         )

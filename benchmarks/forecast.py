@@ -3,6 +3,7 @@
 """Fits the rates of `qarl_jax.advise` to the recorded whole steps, and shows each step beside its forecast.
 
     python -m benchmarks.forecast       # prints RATES and ERRORS, and writes the tables of docs/operations/advise.md
+    python -m benchmarks.headers        # once RATES are in the package: the forecasts in headers of configs
 
 A row is a recorded step. Its run is loaded from the overrides in the record, with the shapes' config.json and no
 weights, and counted by `advise.counts`. Rates are the least squares of phases' relative errors, with a bound where

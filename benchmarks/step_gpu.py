@@ -276,7 +276,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", default="auto", help="train.micro_batch_rows")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
     parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
-    parser.add_argument("--proximal", default="auto", choices=("auto", "learner"), help="train.proximal")
+    parser.add_argument("--proximal", default="auto", choices=("auto", "learner", "sampler"), help="train.proximal")
     parser.add_argument("--waits", action="store_true", help="no update begins before a step's last group is there")
     parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
     parser.add_argument("--limit-s", type=float, default=570.0)

@@ -11,18 +11,17 @@ import functools
 import json
 import pathlib
 import re
-import textwrap
 
 import pytest
 import yaml
 
+from benchmarks import headers
 from qarl_jax import qat, train
 from qarl_jax.advise import counts, forecast, machines
 from qarl_jax.data.sources import files
 from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
-from qarl_jax.memory import choose, costs
-from qarl_jax.models import published
+from qarl_jax.memory import costs
 from qarl_jax.optim import build
 from qarl_jax.run import config, description
 from qarl_jax.typed_config import load as schema
@@ -98,20 +97,6 @@ def test_adapters_differ_from_the_full_parameter_run_of_that_name_in_rate_and_se
     assert {key for key in differ if not key.startswith("lora")} == {"optimizer.lr", "run_dir"}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Model folders without weights: config.json of the published models, and of the quickstart's."""
-    root = tmp_path_factory.mktemp("models")
-    values = {path.stem: json.loads(path.read_text())["config"] for path in FIXTURES.glob("*.json")}
-    values |= published.CONFIGS
-    values["qwen25-coder-1.5b"] = values["Qwen2.5-Math-1.5B"]  # of the same shapes
-    values["tiny-qwen3"] = json.loads((ROOT / "assets" / "tiny-qwen3" / "config.json").read_text())
-    for stem, content in values.items():
-        (root / stem).mkdir()
-        (root / stem / "config.json").write_text(json.dumps(content))
-    return root
-
-
 PLANNED = [
     *((path, "") for path in FILES),
     *((PAPERS / "qwen3_8b_base.yaml", run) for run in RUNS),
@@ -120,9 +105,9 @@ PLANNED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "arm"), PLANNED, ids=[f"{name(path)}{'-' * bool(arm)}{arm}" for path, arm in PLANNED])
-def test_a_dry_run_plans_it_without_weights(path, arm, folders, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_plans_it_without_weights(path, arm, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # a config may say nothing that depends on where it is run
-    folder = folders / pathlib.Path(config.load(path).model.path).name
+    folder = headers.folders() / pathlib.Path(config.load(path).model.path).name
     chosen = [f"arm={arm}"] if arm else []
     assert train.main(["--config", str(path), "--dry-run", f"model.path={folder}", *chosen]) == 0
     said = capsys.readouterr().out
@@ -131,66 +116,39 @@ def test_a_dry_run_plans_it_without_weights(path, arm, folders, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-HARDWARE = re.compile(r"hardware +(\d+) GPUs? of (\d+) GB")
-ON_GPUS = {path: HARDWARE.search(path.read_text()) for path in FILES}
-GIB_OF = {24: 22.0, 48: 44.4, 80: 79.1, 141: 139.8}  # that CUDA finds on a card of so many GB: L4, L40S, H100, H200
+ON_GPUS = [path for path in FILES if headers.hardware(path)]
 
 
-def planned(path, folders, gpus, size, *overrides):
-    named = config.load(path, overrides)
-    given = [f"model.path={folders / pathlib.Path(named.model.path).name}"]
-    if named.kl.is_folder:
-        given += [f"kl.reference={folders / pathlib.Path(named.kl.reference).name}"]
-    cfg = config.load(path, [*overrides, *given])
-    cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
-    settled, made = choose.settle(cfg, int(GIB_OF[size] * 2**30))
+def planned(path, gpus, size, *overrides):
+    settled, made = headers.planned(path, gpus, size, *overrides)
     assert (made.missing, made.devices) == (0, gpus)
     assert made.engines == (gpus if settled.rollout.engine_name == "vllm" else 0)
+    gpu = {24: "L4", 48: "L40S", 80: "H100", 141: "H200"}[size]
+    line = forecast.line(settled, int(headers.GIB_OF[size] * 2**30))
+    assert not line or f" on {gpu} (forecast, " in line
     return settled, made
 
 
-def forecast_of(settled, size):
-    """Returns the time of a step as a dry run prints it, "158 min"; "": it prints none."""
-    line = forecast.line(settled, int(GIB_OF[size] * 2**30)) or ""
-    gpu = {24: "L4", 48: "L40S", 80: "H100", 141: "H200"}[size]
-    assert not line or f" on {gpu} (forecast, " in line
-    return line.partition(" on ")[0]
-
-
-def step_of(settled, made, size):
-    """Says in the words of a header how long a step is by forecast, and what a GPU holds by the plan."""
-    took = forecast_of(settled, size)
-    words = f"{took}{'' if forecast.all_counted(settled) else ' and more'}" if took else "not forecast"
-    held = [round(part / 2**30) for part in (made.needed, made.reserved, made.one_base) if part]
-    return f"{words}, {' + '.join(map(str, held))} GiB"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path, said in ON_GPUS.items() if said], ids=name)
-def test_every_arm_fits_its_headers_hardware_as_the_header_says(path, folders):
-    gpus, size = map(int, ON_GPUS[path].groups())
-    own = "arms" in yaml.safe_load(path.read_text())  # a file made from another answers for its own run
-    arms, groups = schema.arms_of(config.RunConfig, path) if own else [""], {}
-    for arm in arms:
-        settled, made = planned(path, folders, gpus, size, *([f"arm={arm}"] if arm else []))
-        groups.setdefault(step_of(settled, made, size), []).append(arm)
-    if path.parent == QWEN:  # short steps, of which docs/appendix/qwen25_coder.md has measured ones
-        return
-    lines = [f"{words}: {', '.join(arms)}" if own else words for words, arms in groups.items()]
-    indents = {"initial_indent": "#             ", "subsequent_indent": "#               "}
-    for line in (textwrap.fill(line, 130, **indents) for line in lines):
-        assert f"{line}\n" in path.read_text(), line
+@pytest.mark.parametrize("path", ON_GPUS, ids=name)
+def test_every_arm_fits_its_headers_hardware_as_the_header_says(path):
+    for arm in headers.arms(path):
+        planned(path, *headers.hardware(path), *([f"arm={arm}"] if arm else []))
+    text = path.read_text()
+    if path.parent != QWEN:  # short steps, of which docs/appendix/qwen25_coder.md has measured ones
+        assert re.search(r"#   a step    if all .*\n#             \S.* GiB", text)
+        assert headers.header(path) == text, "python -m benchmarks.headers"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", [path for path, said in ON_GPUS.items() if said], ids=name)
-def test_no_other_recomputation_makes_a_step_faster_by_its_forecast(path, folders):
+@pytest.mark.parametrize("path", ON_GPUS, ids=name)
+def test_no_other_recomputation_makes_a_step_faster_by_its_forecast(path):
     """The plan orders its choices by estimates of its own, and they agree with the forecast within 7 %."""
-    gpus, size = map(int, ON_GPUS[path].groups())
-    machine = next(one for one in machines.MACHINES.values() if abs(one.size / GIB_OF[size] / 2**30 - 1) < 0.04)
+    gpus, size = headers.hardware(path)
+    machine = next(one for one in machines.MACHINES.values() if abs(one.size / headers.GIB_OF[size] / 2**30 - 1) < 0.04)
 
     def seconds(*overrides):
-        settled, _ = planned(path, folders, gpus, size, *overrides)
+        settled, _ = planned(path, gpus, size, *overrides)
         return sum(forecast.seconds(counts.of_step(config.on_a_gpu(settled), machine), forecast.RATES).values())
 
     own = "arms" in yaml.safe_load(path.read_text())
@@ -203,19 +161,19 @@ def test_no_other_recomputation_makes_a_step_faster_by_its_forecast(path, folder
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["tbpo", "grpo", "gspo", "sapo", "positive_grpo", "on_policy_grpo"])
-def test_arms_of_the_large_moe_model_in_int4_fit_80_gb(arm, folders):
-    planned(PAPERS / "qwen3_30b_a3b_base.yaml", folders, 8, 80, f"arm={arm}")
+def test_arms_of_the_large_moe_model_in_int4_fit_80_gb(arm):
+    planned(PAPERS / "qwen3_30b_a3b_base.yaml", 8, 80, f"arm={arm}")
 
 
 @pytest.mark.slow
-def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
+def test_every_machine_has_room_for_its_recipe_as_it_says():
     for arm, row in MACHINES.items():
         gpus, size = map(int, re.match(r"(\d+)x(\d+)", arm).groups())
-        settled, made = planned(RECIPES, folders, gpus, size, f"arm={arm}")
+        settled, made = planned(RECIPES, gpus, size, f"arm={arm}")
         assert row["planned"] == {
             "learner": pytest.approx(made.needed / 2**30, abs=0.6),
             "engine": pytest.approx(made.reserved / 2**30, abs=0.6),
-            "step": forecast_of(settled, size),
+            "step": headers.took(settled, size),
         }, arm
         model = pathlib.Path(config.load(RECIPES, [f"arm={arm}"]).model.path).name
         assert model in row["about"]
@@ -248,10 +206,10 @@ def test_a_run_that_was_made_stands_beside_its_plan():
         ("4x80", "Qwen3-32B"),
     ],
 )
-def test_the_next_larger_model_does_not_fit(arm, larger, folders):
+def test_the_next_larger_model_does_not_fit(arm, larger):
     gpus, size = map(int, arm.split("x"))
     with pytest.raises(UserError, match="does not fit the device"):
-        planned(RECIPES, folders, gpus, size, f"arm={arm}", f"model.path={folders / larger}")
+        planned(RECIPES, gpus, size, f"arm={arm}", f"model.path={headers.folders() / larger}")
 
 
 @pytest.fixture(scope="module")
