@@ -229,12 +229,7 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
 
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
-    if cfg.train.rows > len(source):
-        raise UserError(
-            f"train.rows={cfg.train.rows} is more than the {len(source)} examples of the data set; lower it, or use"
-            " more data."
-        )
-    stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages)
+    stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages, setting="train.rows")
     if answers is own_answers:
         for prompt in map(source.prompt, range(len(source))):  # every mistake is told before the first update
             rows_of([example(prompt, prompt.whole_answer, tokenizer, stop)], cfg.train.row_len)

@@ -33,15 +33,23 @@ class PromptStream:
       seed: seed of the shuffles.
       prompts_per_step: number of prompts of a step.
       stages: `data.stages`; the source must then be a mix.
+      setting: the setting that `prompts_per_step` comes from, for the message.
     """
 
-    def __init__(self, source: PromptSource, seed: int, prompts_per_step: int, stages: Sequence[Stage] = ()):
+    def __init__(
+        self,
+        source: PromptSource,
+        seed: int,
+        prompts_per_step: int,
+        stages: Sequence[Stage] = (),
+        setting: str = "train.prompts_per_step",
+    ):
         """Raises `UserError` when a step needs more prompts than the source has."""
         if len(source) == 0:
             raise UserError("the data set has no prompts.")
         if prompts_per_step > len(source):
             raise UserError(
-                f"train.prompts_per_step={prompts_per_step} is more than the {len(source)} prompts of the data set;"
+                f"{setting}={prompts_per_step} is more than the {len(source)} prompts of the data set;"
                 " every step would repeat prompts. Lower it or use more data."
             )
         self.source = source
