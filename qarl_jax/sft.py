@@ -38,6 +38,9 @@ RECEIPT = "sft.json"
 Answers = Callable[[Sequence[Prompt], np.random.Generator], Sequence[str]]
 """(the prompts of an update, random numbers that follow from seed and update) -> the answers to imitate."""
 
+Example = tuple[np.ndarray, np.ndarray]
+"""The token ids of a prompt with its answer, and per token whether it is trained on."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
@@ -134,12 +137,8 @@ class NegativeLogLikelihood:
         return mean, {"loss/nll": mean}
 
 
-def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: int) -> TrainBatch:
+def rows_of(examples: Sequence[Example], row_len: int) -> TrainBatch:
     """Pads each example to one row of a batch of numpy arrays [len(examples), row_len].
-
-    Args:
-      examples: per example, its token ids, and per token whether it is trained on.
-      row_len: tokens of a row; shorter examples are padded.
 
     Raises:
       UserError: an example is longer than a row.
@@ -169,8 +168,8 @@ def fingerprint(cfg: Config) -> str:
     return made.fingerprint(cfg, absent=["lora"])  # folders made before there were adapters
 
 
-def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a prompt with its answer, and per token whether it is trained on.
+def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -> Example:
+    """Tokenizes an answer and puts it behind its prompt.
 
     Raises:
       UserError: the answer is empty, so that the stop token alone would be learned, or has unknown characters.
@@ -186,8 +185,8 @@ def example(prompt: Prompt, answer: str, tokenizer: data.Tokenizer, stop: int) -
             f"prompt {prompt.uid}: its answer has characters that the tokenizer does not know; add them to"
             " tokenizer.alphabet, or remove the row."
         )
-    said = [*said, stop]
-    return [*prompt.tokens, *said], [False] * len(prompt.tokens) + [True] * len(said)
+    ids = np.array([*prompt.tokens, *said, stop], np.int32)
+    return ids, np.arange(len(ids)) >= len(prompt.tokens)
 
 
 def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str]:
@@ -230,9 +229,11 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
     stream = data.PromptStream(source, cfg.seed, cfg.train.rows, cfg.data.stages, setting="train.rows")
+    own: list[Example] = []
     if answers is own_answers:
         for prompt in map(source.prompt, range(len(source))):  # every mistake is told before the first update
-            rows_of([example(prompt, prompt.whole_answer, tokenizer, stop)], cfg.train.row_len)
+            own.append(example(prompt, prompt.whole_answer, tokenizer, stop))
+            rows_of(own[-1:], cfg.train.row_len)
     learner = Learner(
         models.split(models.abstract_model(model_config))[0],
         loss_fn=NegativeLogLikelihood(),
@@ -253,9 +254,12 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     # ---- loop -------------------------------------------------------------------------------------------------------
     started, unread = time.monotonic(), list[Any]()
     for update in range(cfg.train.updates):
-        prompts = stream.batch(update)
-        texts = answers(prompts, np.random.default_rng([cfg.seed, update]))
-        examples = [example(*each, tokenizer, stop) for each in zip(prompts, texts, strict=True)]
+        if own:
+            examples = [own[index] for index in stream.indices(update)]
+        else:
+            prompts = stream.batch(update)
+            texts = answers(prompts, np.random.default_rng([cfg.seed, update]))
+            examples = [example(*each, tokenizer, stop) for each in zip(prompts, texts, strict=True)]
         batch = rows_of(examples, cfg.train.row_len)
         qweights = learner.quantize(state.params)
         counts = batch.loss_mask.sum(), len(examples)

@@ -167,6 +167,14 @@ def test_a_row_whose_answer_cannot_be_imitated_is_refused(folder, capsys, row, s
     assert said in capsys.readouterr().err
 
 
+def test_each_answer_is_tokenized_once(folder, monkeypatch):
+    whole, said = sft.example, []
+    monkeypatch.setattr(sft, "example", lambda prompt, *rest: said.append(prompt.uid) or whole(prompt, *rest))
+    values = tree(folder, "once", train={"updates": 2, "rows": 80, "row_len": 8})
+    assert run(folder, values, name="once.yaml") == 0
+    assert len(said) == len(set(said)) == 100
+
+
 def test_stages_weigh_the_parts_of_a_mix(folder, capsys):
     values = tree(folder, "staged", train={"updates": 2, "rows": 4, "row_len": 8})
     sums = values["data"].pop("source")
