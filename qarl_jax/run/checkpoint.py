@@ -477,7 +477,7 @@ def _some(names: Sequence[str]) -> str:
 def _reason(error: BaseException) -> str | None:
     """Explains a failed save that the user can mend, else None. TensorStore has errno in its text alone."""
     code, text = getattr(error, "errno", None), str(error)
-    if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text or "quota exceeded" in text:
+    if on_disk.is_full(error):
         return "the disk is full"
     if code == errno.EFBIG or "File too large" in text:
         return "a file would be larger than is allowed (ulimit -f, or the file system's limit)"

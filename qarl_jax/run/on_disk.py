@@ -53,12 +53,20 @@ def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replace
             elif target.exists():
                 target.rmdir()
             os.replace(staging, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        except Exception as error:
+            if not is_full(error):
                 raise
-            raise UserError(f"{what} cannot be written: {error.strerror}. Free some space.") from None
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise UserError(f"{what} cannot be written: {reason}. Free some space.") from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def is_full(error: BaseException) -> bool:
+    """Tells whether a write failed on a full disk. TensorStore and safetensors have errno in the error's text alone."""
+    text = str(error)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return full or "No space left on device" in text or "quota exceeded" in text
 
 
 class DamagedCheckpointError(UserError):

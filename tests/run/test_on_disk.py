@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors import SafetensorError
 
 from qarl_jax.run import on_disk
 from qarl_jax.types import UserError
@@ -34,13 +35,16 @@ def test_a_folder_that_another_process_makes_is_refused(tmp_path):
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
     out = tmp_path / "models" / "out"
 
-    def fails(number):
+    def fails(error):
         with on_disk.whole_folder(out) as staging:
             (staging / "file").write_text("a")
-            raise OSError(number, os.strerror(number))
+            raise error
 
     with pytest.raises(UserError, match=r"--out .*out cannot be written: No space.*Free some"):
-        fails(errno.ENOSPC)
+        fails(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert not list(out.parent.iterdir())
+    with pytest.raises(UserError, match=r"--out .*out cannot be written: I/O error: No space.*28\). Free some"):
+        fails(SafetensorError("I/O error: No space left on device (os error 28)"))
     assert not list(out.parent.iterdir())
     with pytest.raises(FileNotFoundError):
-        fails(errno.ENOENT)
+        fails(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
