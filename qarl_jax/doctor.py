@@ -269,13 +269,13 @@ def positions(cfg: RunConfig) -> Check:
 def tokenizer(cfg: RunConfig) -> Check:
     """Checks that the tokenizer loads, has an end token, and its ids fit the model's vocabulary."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             loaded = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(loaded, cfg.model.path)
     except UserError as error:
-        todo = f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
-        return Check(name="tokenizer", status="fail", found=str(error), todo=todo)
+        found, _, todo = str(error).rstrip(".").partition("; ")
+        todo = todo or f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
+        return Check(name="tokenizer", status="fail", found=found, todo=todo)
     try:
         vocab = models.read_config(cfg.model.path).vocab_size
     except UserError as error:

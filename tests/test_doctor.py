@@ -159,6 +159,11 @@ TOLD_FIRST = {
     "no config": ("", break_the_config, "Mend that file, or give model.path another model"),
     "cut weights": ("", cut_the_weights, "Get the model of model.path again"),
     "longer than the model": (VLLM % (129, sys.executable), None, "Lower it, or set 0, what the model allows"),
+    "no tokenizer": (
+        "",
+        lambda world, patch: (world.model / "tokenizer.json").unlink(),
+        "(neither tokenizer.json nor tokenizer.model). Copy the tokenizer files of the model into this folder.\n",
+    ),
     "no end token": ("", end_nowhere, "Mend the tokenizer's files in"),
     "data to evaluate on": (ELSEWHERE, None, "See eval.data.source.path; "),
     "a reward's signature": ("reward.options={bonus: 1}", None, "is called with (text, answer, meta, bonus=...)"),

@@ -80,7 +80,7 @@ def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = N
             if token is None or token in ids:
                 continue
             if not isinstance(token, int) or isinstance(token, bool):
-                raise UserError(f"{file}: eos_token_id is {listed!r}; expected a token's number, or a list of them.")
+                raise UserError(f"{file}: eos_token_id is {listed!r}, where a token's number or a list is expected.")
             ids.append(token)
     return tuple(ids)
 
