@@ -78,12 +78,13 @@ def files(root: Path) -> Iterator[Path]:
     return (path for path in sorted(root.rglob("*")) if path.is_file())
 
 
-def sampled(folder: Path, pattern: str) -> str:
-    """Hashes name, size and 256 pieces of 4 KiB of each file of a folder that matches `pattern`; empty if none does.
+def sampled(folder: Path, *patterns: str) -> str:
+    """Hashes name, size and 256 pieces of 4 KiB of each file of a folder that matches `patterns`; empty if none does.
 
     Trained or swapped weights differ nearly everywhere, so pieces of each file tell them apart.
     """
-    hasher, files = hashlib.blake2b(digest_size=16), sorted(folder.glob(pattern))
+    hasher = hashlib.blake2b(digest_size=16)
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     for path in files:
         size = path.stat().st_size
         hasher.update(f"{path.name} {size} ".encode())

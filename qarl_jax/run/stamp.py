@@ -40,8 +40,13 @@ _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a ru
 
 def make(cfg: RunConfig, profile: str) -> dict[str, Any]:
     """Makes the stamp of a run, to be saved in a checkpoint's JSON. profile: the learner's resolved arithmetic."""
-    stamp = {"config": _plain(cfg), "numerics": {"profile": profile}}
+    stamp = {"config": _plain(cfg), "numerics": {"profile": profile}, "model": _model(cfg)}
     return stamp if cfg.lora is None else stamp | {"base": _base(cfg), "start": _start(cfg)}
+
+
+def _model(cfg: RunConfig) -> str:
+    """The mark of the model folder: its json, jinja and safetensors files; empty: the folder has none."""
+    return on_disk.sampled(pathlib.Path(cfg.model.path), "*.json", "*.jinja", "*.safetensors")
 
 
 def _base(cfg: RunConfig) -> str:
@@ -102,7 +107,7 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     if "config" not in extra:
         raise UserError(f"{checkpoints.path(step)} holds no config: it is not the checkpoint of a run's policy.")
     return {"step": step} | {
-        key: extra[key] for key in ("config", "numerics", "base", "start", "data") if extra.get(key)
+        key: extra[key] for key in ("config", "numerics", "model", "base", "start", "data") if extra.get(key)
     }
 
 
@@ -162,6 +167,8 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     old, new = (_flat(tree) | _adapters(tree, anchored) for tree in (found["config"], _plain(cfg)))
     before, now = _policy(old), _policy(new)
     other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
+    if "model.path" in other and found.get("model") == _model(cfg):  # an equal folder elsewhere
+        other.remove("model.path")
     held = [f"{key} {old[key]} -> {new[key]}" for key in other]
     if any(old.get(key) != new[key] for key in ("quant.engine", "rollout.engine.name")):
         was, planned = numerics_of(found), config.on_a_gpu(cfg) if on_gpu else cfg

@@ -3,6 +3,7 @@
 """A saved policy keeps the settings that made it: a later start cannot rewrite them, and every verb reads them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -179,6 +180,22 @@ def test_what_means_the_same_and_another_machine_are_no_change(worlds):
     stamp.check_same_policy(world.config, found, on_gpu=True)  # begun on a CPU: auto follows vLLM's machine
     with pytest.raises(UserError, match=r"quant\.engine cpu -> cuda"):
         stamp.check_same_policy(config.load(world.command()[1], ["quant.engine=cuda"]), found, on_gpu=True)
+
+
+@pytest.mark.parametrize("changed", ["", "model.safetensors", "config.json", "tokenizer.json"])
+def test_a_run_goes_on_with_a_copy_of_its_model_and_with_no_other(tmp_path, changed):
+    world = tiny.World(tmp_path)
+    save(world, 1)
+    found, copy = stamp.of(world.run_dir), shutil.copytree(world.model, tmp_path / "copy")
+    other = config.load(world.command()[1], [f"model.path={copy}"])
+    if not changed:
+        stamp.check_same_policy(other, found, on_gpu=False)
+        del found["model"]  # a checkpoint of before
+    else:
+        held = (copy / changed).read_bytes()
+        (copy / changed).write_bytes(held[::-1])
+    with pytest.raises(UserError, match=r"model\.path .*copy would make another policy.*with a link to a model folder"):
+        stamp.check_same_policy(other, found, on_gpu=False)
 
 
 def test_each_step_is_read_with_the_settings_that_made_it(tmp_path):
