@@ -68,6 +68,7 @@ class Collector:
                 self._stream,
                 step,
                 functools.partial(self._sampled, step),
+                by_turn=self._cfg.is_by_turn,
             )
         else:
             prompts = [self._stream.source.prompt(i) for i in self._stream.indices(step)]

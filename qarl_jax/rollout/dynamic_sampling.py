@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses a step's responses: dynamic sampling and overlong filtering (DAPO, arXiv 2503.14476, sec. 3).
 
-Dynamic sampling. A group whose rewards are all equal has no gradient. Such groups are left out, and more prompts are
-sampled until the step is full or `max_batches` batches have been drawn; then the step is cut to its size. If it is
-still short, groups of equal rewards fill it up. They count in the loss's denominators, as they do without dynamic
-sampling.
+Dynamic sampling. A group whose rewards are all equal has no gradient; under `advantage.level=turn`, one whose rewards
+of each turn are. Such groups are left out, and more prompts are sampled until the step is full or `max_batches` batches
+have been drawn; then the step is cut to its size. If it is still short, groups of equal rewards fill it up. They count
+in the loss's denominators, as they do without dynamic sampling.
 
 Batch 0 of a step comes from the prompt stream; batch k > 0 is drawn from the remaining prompts by (seed, step, k). A
 step's prompts therefore depend on its number, the seed and the policy alone: a resumed run repeats them, and the
@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from qarl_jax.data import PromptStream
-from qarl_jax.loss.advantages import SAME
+from qarl_jax.loss.advantages import group_advantages, turn_advantages
 from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, at_least
 
 # Keeps these draws apart from others of the same seed.
@@ -74,10 +74,15 @@ class Collected:
     metrics: dict[str, float]
 
 
-def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") -> Bool[np.ndarray, " g"]:
+def informative(
+    groups: Sequence[RolloutGroup], parts: Parts, metric: str = "", by_turn: bool = False
+) -> Bool[np.ndarray, " g"]:
     """Tells per group whether its responses differ in `metric` (a key of `parts`; empty: the total reward).
 
     The total reward also counts for a group that another source's term graded.
+
+    Args:
+      by_turn: without a metric, whether a difference in the rewards to go of one turn is enough.
 
     Raises:
       UserError: no reward term of that name.
@@ -89,8 +94,11 @@ def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") 
         size = len(group.completions)
         values = np.asarray(parts[metric][at : at + size] if metric else group.rewards, np.float64)
         values = np.where(np.isnan(values), group.rewards, values)
-        values = values[group.valid]
-        out[i] = len(values) > 1 and values.max() - values.min() >= SAME
+        if by_turn and not metric:
+            turns = [[turn.reward for turn in completion.turns] for completion in group.completions]
+            out[i] = turn_advantages([turns], valid=group.valid[None]).any()
+        else:
+            out[i] = group_advantages(values[None], valid=group.valid[None]).any()
         at += size
     return out
 
@@ -105,11 +113,12 @@ def more_indices(stream: PromptStream, step: int, batch: int, taken: Sequence[in
     return [int(i) for i in rng.choice(rest, size=min(stream.prompts_per_step, len(rest)), replace=False)]
 
 
-def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Collected:
+def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler, *, by_turn: bool = False) -> Collected:
     """Samples a step's groups, with more batches while too many groups have equal rewards.
 
     Args:
       sample: maps (prompts, number of the batch) to rewarded groups and each reward term over all samples.
+      by_turn: as in `informative`.
     """
     size = stream.prompts_per_step
     taken = stream.indices(step)
@@ -121,7 +130,7 @@ def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Co
     while True:
         groups, parts = sample(prompts, batches)
         batches += 1
-        useful = informative(groups, parts, cfg.metric)
+        useful = informative(groups, parts, cfg.metric, by_turn)
         kept += [len(sampled) + int(i) for i in np.flatnonzero(useful)]
         sampled += groups
         terms.append(parts)

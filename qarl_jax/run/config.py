@@ -337,7 +337,7 @@ class RunConfig:
             )
         if self.train.asynchronous.is_on:
             self._check_asynchronous()
-        if self._is_by_turn and self.rollout.environment is None:
+        if self.is_by_turn and self.rollout.environment is None:
             raise UserError(
                 "advantage.level=turn tells turns apart, and without rollout.environment a response has one: name an"
                 " environment, or leave advantage.level out."
@@ -389,7 +389,8 @@ class RunConfig:
         return wanted == "on" or (wanted == "auto" and embedded)
 
     @property
-    def _is_by_turn(self) -> bool:
+    def is_by_turn(self) -> bool:
+        """Tells whether each turn of a response has an advantage of its own."""
         return getattr(self.advantage, "level", "response") == "turn"
 
     def _check_reference(self) -> None:
@@ -458,7 +459,7 @@ class RunConfig:
                 "loss.name=ppo is the actor of a critic: set advantage.name=gae and `critic: {}`, or take"
                 " loss.name=grpo, the same clip on advantages relative to a group."
             )
-        if isinstance(self.loss, tbpo.Config) and (wanted or self._is_by_turn):
+        if isinstance(self.loss, tbpo.Config) and (wanted or self.is_by_turn):
             given = (
                 "advantage.name=gae gives one to every token" if wanted else "advantage.level=turn one to every turn"
             )

@@ -2,13 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic sampling: which groups train, how often more are drawn, and that a resumed step repeats itself."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from qarl_jax.data import PromptStream, packing
+from qarl_jax.loop import updates
+from qarl_jax.loop.collector import Collector
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.rollout.dynamic_sampling import Config
-from qarl_jax.types import UserError
+from qarl_jax.rollout.partial_rollouts import Buffer
+from qarl_jax.run import config
+from qarl_jax.types import Turn, UserError
+from tests.reference import tiny
 from tests.reference.numbered import Source
 from tests.reference.rollouts import completion, group_of
 
@@ -107,6 +114,31 @@ def test_the_metric_decides_and_not_the_total():
     assert dynamic_sampling.informative(groups, parts, "exact").tolist() == [False, True]
     with pytest.raises(UserError, match=r"the reward has no such term; it has exact, overlong"):
         dynamic_sampling.informative(groups, parts, "accuracy")
+
+
+def turns_of(prompt, *rewards):
+    """A group whose responses have two turns with these rewards each."""
+    turns = [(Turn(start=0, end=1, reward=a), Turn(start=2, end=3, reward=b)) for a, b in rewards]
+    own = [dataclasses.replace(response(length=3), turns=both) for both in turns]
+    return group_of(own, np.sum(rewards, 1), prompt=prompt)
+
+
+@pytest.mark.parametrize(("level", "dropped"), [("turn", 0.5), ("response", 1.0)])
+def test_groups_without_an_advantage_are_dropped_and_no_others(stream, level, dropped):
+    def sample(step, prompts, batch):
+        spread = [(1, 0), (0, 1)]
+        groups = [turns_of(prompt, spread[i % 2], (0, 1)) for i, prompt in enumerate(prompts)]
+        return groups, {"exact": np.ones(2 * len(prompts))}
+
+    settings = ["loss.name=grpo", f"advantage={{name: grpo, level: {level}}}", "rollout.environment.name=calculator"]
+    cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", [*settings, "rollout.dynamic.max_batches=2"])
+    collector = Collector(cfg, None, None, None, (), stream, Buffer(), None)
+    collector._sampled = sample
+    got = collector.collect(0)
+    assert got.metrics["rollout/groups_dropped"] == dropped
+    _, advantages = updates.advantages_of(cfg, got.sampled)
+    assert 1 - advantages.reshape(len(advantages), -1).any(1).mean() == dropped
+    assert not dynamic_sampling.informative(got.sampled, got.parts, "exact", by_turn=True).any()
 
 
 def test_settings_that_decide_nothing_are_refused():
