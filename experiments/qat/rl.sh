@@ -37,7 +37,7 @@ if [ "$start" = training ] || [ "$start" = nested ]; then
     configs/qwen25_coder_0p5b/bf16_grpo.yaml model.path="$model" "${drawn[@]}" >"$work/answers.log" 2>&1
   [ -e "$work/model" ] || XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" \
     "$python" -m qarl_jax.qat --config configs/qat/smollm2_135m_gpu.yaml data.source.path="$answers" data.template=chat \
-    data.system='Please reason step by step, and put your final answer within \boxed{}.' \
+    data.system="$(sed -n 's/^  system: //p' configs/qwen25_coder_0p5b/qarl_w4a16.yaml)" \
     model.path="$model" "stages=$stages" "${size[@]}" out="$work/model" >>"$work/qat.log" 2>&1
   model=$work/model
 elif [ "$start" != rounding ]; then

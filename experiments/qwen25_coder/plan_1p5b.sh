@@ -34,8 +34,8 @@ room=(rollout.engine.kv_cache_gb=6 rollout.engine.gpu_memory_utilization="$([ "$
 mkdir -p "$work"
 questions=$work/questions.jsonl
 [ -e "$questions" ] || "${PYTHON:-python3}" -m experiments.qwen25_coder.questions "$MODEL" "$questions"
-system='Please reason step by step, and put your final answer within \\boxed{}.'
-data='{"source": {"name": "jsonl", "path": "'$questions'"}, "system": "'$system'", "max_prompt_len": 320, "holdout": 0.0}'
+system=$(sed -n 's/^  system: //p' configs/qwen25_coder_0p5b/qarl_w4a16.yaml) # with its quotes
+data='{"source": {"name": "jsonl", "path": "'$questions'"}, "system": '$system', "max_prompt_len": 320, "holdout": 0.0}'
 saved=false
 if [ -n "${VIEWS:-}" ]; then
   base=$work/base.jsonl saved=true started=$SECONDS gpus=${CARDS:-${CUDA_VISIBLE_DEVICES:-0}}

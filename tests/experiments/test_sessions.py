@@ -5,9 +5,13 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import pytest
+import yaml
+
+from qarl_jax.run import config
 
 ROOT = pathlib.Path(__file__).parents[2]
 STAND_IN = r"""#!/bin/bash
@@ -45,6 +49,8 @@ def test_views_are_asked_of_each_trained_policy_beside_the_untrained_models_answ
     assert f"qarl_jax.evaluate --scheme bf16 --out {work}/base.jsonl" in base
     assert "eval.num_prompts=3" in base
     assert "checkpoint.at_end=true" in trains
+    asked = yaml.safe_load(re.search(r"eval\.data=(\{.*?\}) checkpoint", trains).group(1))
+    assert asked["system"] == config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data.system
     assert (
         f"--checkpoint {work}/runs/qarl_w4a16_seed1 --base {work}/base.jsonl --json --view difficulty,plan,know"
         in views
@@ -54,6 +60,13 @@ def test_views_are_asked_of_each_trained_policy_beside_the_untrained_models_answ
     assert not (work / "runs/qarl_w4a16_seed1/checkpoints").exists()
     (plain,) = bash(script, str(tmp_path / "work"), "900", "qarl_w4a16:2", MODEL="M", VIEWS="")
     assert "checkpoint.at_end=false" in plain
+
+
+def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash, tmp_path):
+    (tmp_path / "questions.jsonl").touch()
+    _, qat, *_ = bash("experiments/qat/rl.sh", str(tmp_path), "900", "training", "qarl_w4a16:1", MODEL="M")
+    said = yaml.safe_load(re.search(r"data\.system=(.*?) model\.path", qat).group(1))
+    assert said == config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data.system
 
 
 def test_a_session_makes_each_cell_of_when_to_quantize_once(bash, tmp_path):
