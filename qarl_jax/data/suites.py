@@ -63,7 +63,7 @@ class Suite:
       file: the file that `make data` writes; empty: none, give --suite-data.
       where: only rows of that file whose columns have these values.
       leave_out: ids of rows to leave out.
-      max_response_len: tokens of a response, whatever the run's own limit; eval.max_response_len=N overrides it.
+      max_response_len: tokens of a response; a run's longer limit takes its place, and eval.max_response_len=N both.
       presets: changes of a preset for this suite, over its usual settings.
       judge: settings of the rule's reward for this suite.
     """
@@ -183,12 +183,12 @@ SUITES: dict[str, Suite] = {
 }
 
 
-def overrides(name: str, file: str | None = None, preset: str = "greedy") -> list[str]:
+def overrides(name: str, file: str | None = None, preset: str = "greedy", least: int = 0) -> list[str]:
     """Returns a suite as overrides of a run's config; the user's own overrides come after these.
 
     Args:
       name: key of `SUITES`. file: its questions (jsonl, json or parquet); None: where `make data` puts them.
-      preset: one of `PRESETS`.
+      preset: one of `PRESETS`. least: the run's limit on a response, in tokens, if it is above the suite's.
 
     Raises:
       UserError: no such suite or preset, or no file.
@@ -207,7 +207,8 @@ def overrides(name: str, file: str | None = None, preset: str = "greedy") -> lis
     where = suite.where if os.path.basename(path) == os.path.basename(suite.file) else {}
     source = {"name": kind, "path": path, "where": where, "leave_out": list(suite.leave_out)}
     data = {"source": source, "template": "chat", "system": suite.system, "max_prompt_len": 4096, "holdout": 0.0}
-    sampling = suite.sampling(preset) | {"num_prompts": 0, "data": data, "max_response_len": suite.max_response_len}
+    limit = max(suite.max_response_len, least)
+    sampling = suite.sampling(preset) | {"num_prompts": 0, "data": data, "max_response_len": limit}
     return [
         f"reward={json.dumps(REWARDS[suite.rule] | suite.judge)}",
         *(f"eval.{key}={json.dumps(value)}" for key, value in sampling.items()),

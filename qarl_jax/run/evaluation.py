@@ -338,13 +338,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _config(args: argparse.Namespace, suite: str | None, view: str) -> RunConfig:
-    """The config of --config, else that of the run of --checkpoint, with every override."""
+def _config(args: argparse.Namespace, suite: str | None, view: str, least: int = 0) -> RunConfig:
+    """The config of --config, else that of the run of --checkpoint, with every override. least: see `overrides`."""
     overrides = [f"model.path={args.model}"] if args.model else []
     overrides += [f"rollout.engine.name={args.engine}"] if args.engine else []
     if suite:
         name, _, preset = suite.partition(":")
-        overrides += suites.overrides(name, args.suite_data, preset or args.preset)
+        overrides += suites.overrides(name, args.suite_data, preset or args.preset, least)
     overrides += [*views.overrides(view), *args.overrides]
     if args.config:
         if not (args.checkpoint or args.model) and Path(args.config, "run.json").exists():
@@ -408,6 +408,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     asked = [(name, view) for name in names for view in args.view.split(",")]
     cfgs = [_config(args, name, view) for name, view in asked]
+    limit = cfgs[0].rollout.max_response_len
+    cfgs = [_config(args, name, view, limit) if name else cfg for cfg, (name, view) in zip(cfgs, asked, strict=True)]
     if ("difficulty" in args.view.split(",")) != bool(args.base):
         raise UserError(
             "--view difficulty and --base FILE.jsonl go together: the base policy's responses say the level."
