@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import pathlib
 import sys
 from typing import Any
@@ -119,11 +120,16 @@ def text_batch(folder: str, tokens: int, rows: int) -> TrainBatch:
     )
 
 
-def compared(a: Any, b: Any) -> dict[str, float]:
-    """Returns the cosine of two arrays, and the norm of the first divided by the second's."""
+def sums(a: Any, b: Any) -> np.ndarray:
+    """Returns the sums of a b, a a and b b over two arrays, in float64 [3]."""
     a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
-    norms = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-    return {"cosine": float(a @ b) / (norms[0] * norms[1]), "norm": norms[0] / norms[1]}
+    return np.array([a @ b, a @ a, b @ b])
+
+
+def compared(found: np.ndarray) -> dict[str, float]:
+    """Returns, from their `sums`, the cosine of two arrays, and the norm of the first divided by the second's."""
+    both, first, second = (float(one) for one in found)
+    return {"cosine": both / math.sqrt(first * second), "norm": math.sqrt(first / second)}
 
 
 def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -169,13 +175,13 @@ def gradient(config: Any, params: Any, form: Any, updates: int, batch: TrainBatc
 def rows_of(scheme: str, name: str, other: str, found: Any, wanted: Any) -> list[dict[str, Any]]:
     """Returns `compared` of two gradients by linear map and layer, and of all linear maps together."""
     base = {"scheme": scheme, "backward": name, "against": other}
-    rows = [
-        base | {"path": path, "layer": layer} | compared(found[path][layer], wanted[path][layer])
-        for path in wanted
-        for layer in range(len(wanted[path]))
-    ]
-    flat = lambda grads: np.concatenate([np.asarray(grads[path], np.float32).ravel() for path in wanted])  # noqa: E731
-    rows.append(base | {"path": "all", "layer": -1} | compared(flat(found), flat(wanted)))
+    rows, whole = [], np.zeros(3)
+    for path in wanted:
+        for layer in range(len(wanted[path])):
+            part = sums(found[path][layer], wanted[path][layer])
+            rows.append(base | {"path": path, "layer": layer} | compared(part))
+            whole += part
+    rows.append(base | {"path": "all", "layer": -1} | compared(whole))
     worst = min(rows, key=lambda row: row["cosine"])
     print(json.dumps(rows[-1]), "worst:", json.dumps(worst), flush=True)
     return rows

@@ -9,7 +9,8 @@ else
   bash benchmarks/offline_host.sh await
 fi
 for form in ${FORMS:-bf16 int8}; do
-  left=$(($(bash benchmarks/offline_host.sh left) - 20))
+  left=900
+  [ -n "${TINY:-}" ] || left=$(($(bash benchmarks/offline_host.sh left) - 20))
   [ "$left" -gt 300 ] || exit 0
   bash experiments/qwen25_coder/plan_1p5b.sh "$RESULTS/curves/$form" "$left" "${seeds[@]/#/qarl_w4a16:}" -- \
     train.steps=30 eval.every=30 "quant.backward=$form" "${more[@]}"
