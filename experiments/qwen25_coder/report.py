@@ -447,13 +447,14 @@ def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
     )
     judged = (
         f"Runs are judged after {STEPS} steps, or fewer. GSM8K and HumanEval are greedy; at T = 1, 4 samples a"
-        " question."
+        f" question. One run of one cell: `make data{'' if policy == '0.5B' else ' data-1.5b'} && MODEL=models/"
+        f"qwen25-coder-{policy.lower()} bash experiments/qwen25_coder/stretch.sh WORK SECONDS {QARL}:0`."
     )
     between = (
         "These are percentage points on the 94 clean questions of GSM8K, paired by seed and question. A difference in"
         f" bold exceeds two standard errors. `{UNTRAINED}...` is the untrained model; the gap is `{BF16}` less the"
-        " rollout arm. Each interval is of 95 %: with the points over seeds and questions together (Student's t),"
-        " then over seeds alone (Student's t) and over questions alone (a bootstrap that keeps the seeds)."
+        " rollout arm. Intervals are of 95 %: with the points over seeds and questions, then over seeds alone, then"
+        " over questions alone (a bootstrap)."
     )
     ends = (
         f"Means over seeds, and over the first and the last {ENDS} steps. k3 estimates the KL from sampler to learner"

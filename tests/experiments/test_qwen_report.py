@@ -145,7 +145,9 @@ def test_another_policy_has_a_page_and_figures_of_its_own(runs):
     page, other = (report.page(runs, policy).splitlines() for policy in ("0.5B", "1.5B"))
     changed = [(a, b) for a, b in zip(page, other, strict=True) if a != b]
     assert changed[0] == ("# A real policy: Qwen2.5-Coder-0.5B", "# A real policy: Qwen2.5-Coder-1.5B")
-    shown = [line.split("/")[-1] for _, line in changed[1:]]
+    for size, line in zip(("0.5b", "1.5b"), changed[1], strict=True):
+        assert f"MODEL=models/qwen25-coder-{size} bash " in line  # the command of a cell
+    shown = [line.split("/")[-1] for _, line in changed[2:]]
     assert shown == ["qwen25_coder_1p5b.png)", "qwen25_coder_1p5b_probabilities.png)"]
 
 

@@ -3,6 +3,7 @@
 """The report on the 1.5B's plan: runs are judged at a fixed step, question by question, and the plan's rule decides."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -10,6 +11,7 @@ from experiments.qwen25_coder import report
 from experiments.qwen25_coder import report_1p5b as plan
 from qarl_jax.data.suites import IN_GSM_SYMBOLIC
 
+ROOT = pathlib.Path(__file__).parents[2]
 HELD_OUT = 100
 ROWS = [{"id": f"heldout-{i:04d}"} for i in range(HELD_OUT)]
 ROWS += [{"id": name} for name in ("gsm8k-test-0001", "gsm8k-test-0002", IN_GSM_SYMBOLIC[0])] * 2
@@ -93,3 +95,16 @@ def test_runs_under_another_format_are_reported_apart_from_those_under_w4a16(run
     assert f"| `{plan.QARL}` less `{plan.ALIGNED}`: the bands alone | 1, 2, 3 |" in page
     assert f"| `{plan.BF16}` less `{plan.ROLLOUT}`: the gap | 1, 2, 3 | **60.0" in page
     assert f"| `{plan.QARL}` | 3 of 6 |" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "made_by", "archives"),
+    [
+        ("qwen25_coder", report, ["results"]),
+        ("qwen25_coder_1p5b", plan, ["results_1p5b_plan", "results_1p5b"]),
+    ],
+)
+def test_a_generated_page_is_what_its_archives_give(page, made_by, archives, capsys):
+    assert made_by.main([str(ROOT / "experiments/qwen25_coder" / f"{name}.tar.xz") for name in archives]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs/appendix" / f"{page}.md").read_text()
