@@ -3,6 +3,9 @@
 """The battery every scheme passes (a registry line enrols it), and each grid against references and oracles."""
 
 import dataclasses
+import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -262,6 +265,19 @@ def test_zero_points_and_scales_that_clip_nothing_err_by_no_more_than_was_measur
     w = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
     error = np.asarray(quant.dequantize(quant.quantize(w, quant.parse_scheme(f"w{bits}a16_asym:g32")))) - w
     assert np.sqrt((error.astype(np.float32) ** 2).mean()) < most
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_linear_layers_of_an_8b_take_the_bytes_that_the_page_says(bits):
+    """Shapes alone. The aim at two bits is 2.0 to 2.2 GB."""
+    scheme, held = quant.parse_scheme(f"w{bits}a16_asym:g32"), 0
+    for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(12288, 4096)] * 2 + [(4096, 12288)]:
+        w = jax.ShapeDtypeStruct((36, *shape), jnp.float32)
+        qt = jax.eval_shape(functools.partial(quant.quantize, scheme=scheme), w)
+        held += sum(x.size * x.dtype.itemsize for x in qt.arrays.values())
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "schemes.md").read_text()
+    (said,) = re.findall(rf"^\| {bits} bits \|.*?([\d.]+) GB \|", page, re.M)
+    assert f"{held / 1e9:.2f}" == said
 
 
 def test_groups_of_one_value_of_one_sign_and_far_below_the_largest_stay_on_the_grid():
