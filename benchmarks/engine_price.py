@@ -10,7 +10,8 @@ once: `--response-len` tokens for every sequence, `--repeats` times. A line of J
 has the most tokens per second of either, and their ratio: 1 is a batch-invariance that costs nothing. `--apart` starts
 one engine after the other, where a GPU has no room for two; `--transport host` stages no version on the GPU.
 `--tensor-parallel` spreads each engine over so many GPUs, and the learner over all that there are; `publish_s` are the
-seconds of a second publish. `--arithmetics` leaves one out. Only `batch_invariant` serves adapters (`--lora-rank`).
+seconds of a second publish, `bytes` all that it sends. `--arithmetics` leaves one out. Only `batch_invariant` serves
+adapters (`--lora-rank`).
 
 A CPU has one arithmetic, and both are that: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8`.
 """
@@ -110,7 +111,7 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with engines_of(weights, names, args) as engines:
             for name, engine in engines.items():
                 start = time.perf_counter()
-                engine.publish(weights, 1)
+                nbytes = int(engine.publish(weights, 1)["bytes"])
                 publish_s[name] = round(time.perf_counter() - start, 3)
             for repeat in range(args.repeats + 1):  # the first warms up
                 for n in args.sequences:
@@ -127,7 +128,7 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             {"shapes": args.shapes, "scheme": scheme, "lora_rank": args.lora_rank}
             | {"shards": args.tensor_parallel, "sequences": n}
             | found
-            | {"publish_s": publish_s}
+            | {"publish_s": publish_s, "bytes": nbytes}
         )
 
 

@@ -183,6 +183,7 @@ def test_the_price_of_batch_invariance_is_the_ratio_of_two_live_engines(capsys):
     assert [line["sequences"] for line in lines] == [2, 4]
     for line in lines:
         assert line["ratio"] == pytest.approx(line["batch_invariant_tok_per_s"] / line["vllm_tok_per_s"], rel=0.1)
+        assert line["bytes"] > 512 * 128 * 2  # the embedding alone, in bf16
 
 
 @pytest.mark.vllm
