@@ -121,7 +121,7 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         )
                         best[n][name] = max(best[n][name], found) if repeat else 0.0
     for n in args.sequences:
-        found = {f"{name}_tok_per_s": round(best[n][name]) for name in args.arithmetics}
+        found = {f"{name}_tok_per_s": round(best[n][name], 1) for name in args.arithmetics}
         if len(args.arithmetics) > 1:
             found["ratio"] = round(best[n]["batch_invariant"] / best[n]["vllm"], 3)
         yield (
