@@ -147,11 +147,17 @@ def gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
         find = functools.partial(gradient, config, params, batch=text_batch(args.model, args.tokens, args.rows))
         base = find("bf16", 0)
         for form in FORMATS[1:]:
-            first, second = find(form, 0), find(form, 1)
-            out += rows_of(scheme, f"{form}.0", "bf16.0", first, base)
-            out += rows_of(scheme, f"{form}.1", "bf16.0", second, base)
-            out += rows_of(scheme, f"{form}.1", f"{form}.0", second, first)
+            out += twice(scheme, form, find, base)
     return out
+
+
+def twice(scheme: str, form: str, find: Any, base: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Compares a format's gradients under two seeds with bf16's and with each other; holds three gradients at most."""
+    first = find(form, 0)
+    rows = rows_of(scheme, f"{form}.0", "bf16.0", first, base)
+    second = find(form, 1)
+    rows += rows_of(scheme, f"{form}.1", "bf16.0", second, base)
+    return rows + rows_of(scheme, f"{form}.1", f"{form}.0", second, first)
 
 
 def gradient(config: Any, params: Any, form: Any, updates: int, batch: TrainBatch) -> dict[str, np.ndarray]:

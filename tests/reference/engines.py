@@ -81,7 +81,13 @@ class _Parent:
             return json.loads(answer)
 
 
-_parent = functools.cache(_Parent)
+_made = functools.cache(_Parent)
+_making = threading.Lock()  # else threads that start engines at once make a parent each, and ask the wrong one
+
+
+def _parent() -> _Parent:
+    with _making:
+        return _made()
 
 
 class Forked:
