@@ -103,3 +103,13 @@ def test_32b_in_60_gib_gives_jax_28_on_any_gpu(tmp_path, mib, fraction):
         ["bash", "benchmarks/sessions/onebase/0/20-32b.sh"], cwd=ROOT, env=os.environ | more, check=True, timeout=60
     )
     assert (tmp_path / "said").read_text().split() == [fraction]
+
+
+def test_curves_of_a_low_bit_backward_differ_in_it_alone(bash, tmp_path):
+    said = bash("benchmarks/sessions/backward/0/40-curves.sh", TINY="1", RESULTS=str(tmp_path / "results"), MODELS="M")
+    full, low = (
+        line.replace(f"curves/{form}", "curves").replace(f"backward={form}", "backward=FORM")
+        for form, line in zip(("bf16", "int8"), [line for line in said if "qarl_jax.train" in line], strict=True)
+    )
+    assert full == low
+    assert all(word in full for word in ("quant.backward=FORM", "quant.forward=w8a8", "seed=1"))
