@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,12 @@ def best_of(forecasts: Mapping[str, Forecast]) -> str | None:
 
 def start_from(args: argparse.Namespace, scheme: str, saved: Sequence[str]) -> str:
     """Returns a command line that starts the run under `scheme`; without --config, the text of a config file."""
-    own = [word for word in args.overrides if not word.startswith("quant.forward=")]
+    own = [word for word in args.overrides if not word.startswith(("quant.forward=", "quant.rollout="))]
     words = [*own, f"quant.forward={scheme}", *saved]
     if args.config:
-        return f"python -m qarl_jax.train {args.config} {' '.join(words)}"
+        model = [f"model.path={args.model}"] if args.model else []
+        forced = [*model, f"mesh.fsdp={args.gpus}", "quant.rollout=null"]  # as forecast, whatever the file says
+        return shlex.join(["python", "-m", "qarl_jax.train", args.config, *words, *forced])
     tree = tree_of(args)
     for word in words:
         path, value = word.split("=", 1)

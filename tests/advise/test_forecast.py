@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import pathlib
+import shlex
 
 import numpy as np
 import pytest
@@ -162,6 +163,18 @@ def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
     made = config.from_dict(tree, "test")
     assert made.quant.forward == said.split("To start from (")[1].split(")")[0]
     assert made.rollout.engine_name == "vllm"
+
+
+def test_the_command_to_start_from_is_the_forecast_run(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    base = yaml.safe_load(pathlib.Path("configs/quickstart.yaml").read_text())
+    file.write_text(yaml.safe_dump(base | {"quant": {"forward": "bf16", "rollout": "w4a16"}}))
+    asked = ["--config", str(file), "--model", "Qwen3-0.6B", "--device", "h200", "--gpus", "2", "lora={rank: 16}"]
+    assert advise.main(asked) == 0
+    said = capsys.readouterr().out.split("To start from (")[1]
+    made = config.load(str(file), shlex.split(said.split("qarl_jax.train ")[1])[1:])
+    assert (made.model.path, made.mesh.fsdp, made.lora.rank) == ("Qwen3-0.6B", 2, 16)
+    assert made.quant.forward == made.quant.rollout_scheme == said.split(")")[0]
 
 
 def test_schemes_that_need_training_are_forecast_and_not_chosen(run, capsys):
