@@ -152,6 +152,11 @@ def _write_adapters(cfg: RunConfig, learner: Learner, params: Any, out: pathlib.
         raise UserError("--format peft: this run has no adapters (lora), all of its policy learned: use --format hf.")
     if cfg.lora.train_norms:
         raise UserError("--format peft: with lora.train_norms gains learned too, for which PEFT has no place: use hf.")
+    if learner.config.quant.rules and not learner.config.released.rules:
+        print(
+            f"These adapters belong to the base in {cfg.quant.forward}, and not to the weights in {cfg.model.path}:"
+            " serve them over what --format compressed-tensors writes."
+        )
     alpha, rslora = cfg.lora.alpha, cfg.lora.rslora
     models.write_peft(out, learner.config, params, alpha=alpha, rslora=rslora, base=cfg.model.path)
 

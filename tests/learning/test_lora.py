@@ -321,6 +321,7 @@ def test_a_run_is_exported_as_adapters_merged_and_as_its_base(trained, tmp_path,
     said = capsys.readouterr().out
     assert "merged into what the base's codes stand for" in said
     assert "This folder is the base without the run's adapters" in said
+    assert "These adapters belong to the base in w4a16" in said
     learner, _, state = restored(trained)
     init = trained.changed(lora={"init": str(out["peft"])}).config
     assert has_same_bits(build.load_policy(init, learner)[0], state["params"])
