@@ -132,13 +132,14 @@ class RolloutGroup:
       prompt: the prompt.
       completions: the sampled responses.
       rewards: [len(completions)] float32.
-      texts: decoded responses, as rewards see them.
+      texts: decoded responses. graded: the parts of them that rewards see, of a response with turns the last turn.
     """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: np.ndarray
     texts: tuple[str, ...] = ()
+    graded: tuple[str, ...] = ()
 
     @property
     def valid(self) -> np.ndarray:

@@ -128,7 +128,8 @@ class Grader:
             mine = rewards[at:end].copy()
             terms = self.terms_of(prompt)
             shared = tuple(self._by_turn(c, float(reward), terms) for c, reward in zip(group, mine, strict=True))
-            groups.append(RolloutGroup(prompt=prompt, completions=shared, rewards=mine, texts=tuple(texts[at:end])))
+            whole, seen = tuple(texts[at:end]), tuple(sample.text for sample in samples[at:end])
+            groups.append(RolloutGroup(prompt=prompt, completions=shared, rewards=mine, texts=whole, graded=seen))
             at = end
         return groups, parts
 

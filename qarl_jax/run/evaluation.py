@@ -160,7 +160,7 @@ def _answer(group: RolloutGroup, index: int, settings: Any) -> str | None:
     unfinished = group.completions[index].finish_reason != "stop"
     if unfinished and getattr(settings, "truncated", "score") == "zero":
         return None
-    return extract.extract(group.texts[index], getattr(settings, "extract", "auto"))
+    return extract.extract(group.graded[index], getattr(settings, "extract", "auto"))
 
 
 def _vote(answer: str | None) -> Hashable | None:

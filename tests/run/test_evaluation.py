@@ -83,6 +83,16 @@ def test_tokens_of_an_environment_are_neither_length_nor_errors():
     assert (numbers["eval/response_len/mean"], numbers["eval/error_tokens"]) == (2, 0.5)
 
 
+def test_an_environments_words_are_no_answer_of_the_policy():
+    grader = Grader(exact.Config(extract="last_number"), max_response_len=16)
+    episode = dataclasses.replace(completion(map(ord, "x7no")), turns=(Turn(start=0, end=1), Turn(start=2, end=4)))
+    prompt = Prompt(uid="p", tokens=(1,), text="?", answer="7")
+    result = evaluation.measure(*grader.grade(Characters(), [prompt], [[episode]]), grader)
+    (record,) = result.prompts[0]["responses"]
+    assert (record["text"], record["answer"], record["correct"]) == ("x7no", None, False)
+    assert result.metrics["eval/no_answer"] == 1.0
+
+
 def test_a_score_of_one_prompt_has_a_wide_interval_and_no_standard_error():
     m = measured(exact.Config(), ["1"], ["1"]).metrics
     assert m["eval/reward/mean"] == m["eval/pass_at_1"] == 1.0
