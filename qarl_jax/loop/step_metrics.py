@@ -108,7 +108,9 @@ def rollout_metrics(
         "response/tokens": float(lengths.sum()),
         **_turn_metrics(completions),
         **_source_metrics(groups),
-        **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
+        **error_tokens.text_metrics(
+            [np.array(c.tokens)[c.drawn] for c in whole], [t for group in groups for t in group.texts]
+        ),
     }
 
 
@@ -130,13 +132,14 @@ def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 def _turn_metrics(completions: list[Completion]) -> dict[str, float]:
     """Measures responses of several turns; others give no metric."""
-    turns = np.array([len(completion.turns) for completion in completions if completion.finish_reason != "abort"])
+    kept = [completion for completion in completions if completion.finish_reason != "abort"]
+    turns = np.array([len(completion.turns) for completion in kept])
     if not turns.any():
         return {}
     return {
         "turns/mean": float(turns.mean()),
         "turns/max": float(turns.max()),
-        "turns/observed_tokens": float(np.mean([(~completion.drawn).sum() for completion in completions])),
+        "turns/observed_tokens": float(np.mean([(~completion.drawn).sum() for completion in kept])),
         "turns/failed": float(np.mean([completion.finish_reason == "abort" for completion in completions])),
     }
 

@@ -286,6 +286,18 @@ def test_observed_tokens_are_masked_from_the_loss_and_count_nowhere(tokenizer):
     assert numbers["reward/zero_advantage_groups"] == 1
 
 
+def test_repetitions_are_those_of_the_policy_in_responses_that_did_not_fail(tokenizer):
+    said = response(tokenizer, "[6*7]", "42")  # between the turns: an observation of one token, 40 times
+    (first, last), gap = said.turns, 40
+    tokens = (*said.tokens[: first.end], *[9] * gap, *said.tokens[last.start :])
+    moved = Turn(start=first.end + gap, end=len(tokens))
+    episode = dataclasses.replace(said, tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), turns=(first, moved))
+    failed = dataclasses.replace(dynamic_sampling.emptied(said), finish_reason="abort")
+    group, _ = graded(tokenizer, [episode, failed], environment.Config())
+    numbers = rollout_metrics([group], {}, None)
+    assert (numbers["text/repeated"], numbers["text/loops"], numbers["turns/observed_tokens"]) == (0, 0, gap)
+
+
 def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     right, wrong = response(tokenizer, "[6*7]", "42"), response(tokenizer, "7")
     failed = dataclasses.replace(dynamic_sampling.emptied(wrong), finish_reason="abort")
