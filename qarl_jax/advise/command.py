@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--device", required=True, choices=(*MACHINES, "cpu"), help="cpu: this machine's, which is timed"
     )
     parser.add_argument("--gpus", type=int, default=1, help="that the learner is spread over, with an engine on each")
-    parser.add_argument("--mean-len", type=float, default=0.0, help="mean tokens of a response; default: the most")
+    parser.add_argument("--mean-len", type=float, help="mean tokens of a response; default: the most")
     parser.add_argument("--measure", action="store_true", help="run steps of a few layers on this machine, minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
@@ -163,12 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.model or config.load(args.config, args.overrides).model.path
     with published.folder(path) as folder:
         cfg = run_of(args, folder)
-        if not 0 <= args.mean_len <= cfg.rollout.max_response_len:
+        if args.mean_len is not None and not 0 < args.mean_len <= cfg.rollout.max_response_len:
             raise UserError(
                 f"--mean-len must be positive and at most rollout.max_response_len={cfg.rollout.max_response_len},"
                 f" got {args.mean_len:g}."
             )
-        forecasts = forecast.of_schemes(cfg, machine, args.mean_len)
+        forecasts = forecast.of_schemes(cfg, machine, args.mean_len or 0.0)
         error = forecast.error_of(forecasts["bf16"].cfg)
         best = best_of(forecasts)
         if args.measure and best is not None:

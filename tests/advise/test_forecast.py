@@ -218,6 +218,7 @@ def test_an_unmeasured_machine_and_a_model_that_does_not_fit_are_said(capsys):
         (["--device", "h200"], "name a model"),
         (["--device", "h200", "--model", "Qwen3-8C"], "Qwen3-8B"),
         (["--device", "h200", "--model", "Qwen3-8B", "--gpus", "0"], "--gpus must be at least 1"),
+        (["--device", "h200", "--model", "Qwen3-8B", "--mean-len", "0"], "--mean-len must be positive"),
         (["--device", "h200", "--model", "Qwen3-8B", "--mean-len", "1025"], "at most rollout.max_response_len=1024"),
         (["--device", "h200", "--model", "Qwen3-8B", "rollout.max_len=4"], "max_response_len"),
     ],
