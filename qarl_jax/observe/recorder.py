@@ -232,10 +232,9 @@ def git_revision() -> str | None:
     """Returns the commit of this code's checkout, with "+changes" if tracked files differ; None outside a checkout."""
     here = Path(__file__).resolve()
 
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here.parent), *args], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+    def git(*args: str) -> str:  # without a lock, which a git that is killed leaves in the user's checkout
+        command = ["git", "--no-optional-locks", "-C", str(here.parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         git(

@@ -201,6 +201,19 @@ def test_the_git_revision_is_a_commit_or_none():
     assert revision is None or len(revision.removesuffix("+changes")) == 40
 
 
+def test_asking_for_the_git_revision_leaves_the_index_alone(tmp_path, monkeypatch):
+    file = tmp_path / "recorder.py"
+    file.write_text("x = 1\n")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", file.name], [*who, "commit", "-qm", "One"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    os.utime(file, (1, 1))  # so that git would like to write the index
+    before = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(recorder, "__file__", str(file))
+    assert len(recorder.git_revision()) == 40
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+
+
 # ------------------------------------------------------------------------------------------------------------ one owner
 
 
