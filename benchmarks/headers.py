@@ -8,11 +8,13 @@ python -m benchmarks.headers        # after a fit of `benchmarks.forecast`, or a
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import functools
 import json
 import pathlib
 import re
+import shutil
 import tempfile
 import textwrap
 from typing import Any
@@ -40,6 +42,7 @@ _LINES = re.compile(r"(?:#             (?:\d+ (?:s|min)|not forecast)\b.* GiB.*\
 def folders() -> pathlib.Path:
     """Makes model folders without weights: config.json of the published models and of the tests' fixtures."""
     root = pathlib.Path(tempfile.mkdtemp(prefix="qarl_headers_"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     fixtures = (ROOT / "tests" / "fixtures" / "models").glob("*.json")
     values = {path.stem: json.loads(path.read_text())["config"] for path in fixtures} | published.CONFIGS
     values["qwen25-coder-1.5b"] = values["Qwen2.5-Math-1.5B"]  # of the same shapes
