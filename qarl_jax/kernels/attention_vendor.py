@@ -109,16 +109,17 @@ def cudnn_workspace(positions: int, heads: int, head_dim: int, runs: int) -> int
 
 
 def runs_at_once(positions: int, heads: int, head_dim: int, most: int) -> int:
-    """Finds how many runs of `most` a row the backward of cuDNN is given at once, within `WORKSPACE_BYTES`.
+    """Finds how many runs of `most` a row the backward of cuDNN is given at once: those within `WORKSPACE_BYTES`, and
+    two at least.
 
     Beyond 2^32 elements of that workspace, cuDNN 9 leaves the dQ of runs unset, without an error
-    (benchmarks/results/cudnn_long_rows_h200.json).
+    (benchmarks/results/cudnn_long_rows_h200.json). JAX ignores where a single run begins.
 
     Args:
       positions: rows times their length, on one device. heads, head_dim: of the queries.
       most: runs that a row has at most.
     """
-    return max(1, min(most, WORKSPACE_BYTES // max(1, cudnn_workspace(positions, heads, head_dim, 1))))
+    return min(most, max(2, WORKSPACE_BYTES // max(1, cudnn_workspace(positions, heads, head_dim, 1))))
 
 
 def cudnn_attention(
@@ -143,7 +144,10 @@ def cudnn_attention(
 
 
 def _packed(q: jax.Array, k: jax.Array, v: jax.Array, packed_runs: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Computes attention within runs by cuDNN; positions of no run are unset."""
+    """Computes attention within runs by cuDNN; positions of no run are unset.
+
+    A single run must begin at 0: JAX ignores its offset, and takes the layout of rows that are not packed.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     starts, lengths = packed_runs
