@@ -47,7 +47,7 @@ def both_of(scheme: str, form: str, x: Any, w: Any, dy: Any) -> Any:
     """Returns a jitted call that computes dX and dW of one linear layer from the residuals of its forward pass."""
     config = quant.parse_scheme(scheme)
     qt = None if config is None else quant.quantize(w, config)
-    low = None if form == "bf16" else Backward(form, jnp.uint32(1))
+    low = None if form == "bf16" else Backward(form, jnp.uint32(1), jnp.uint32(2))
 
     @jax.jit
     def run(vjp: Any, dy: Any) -> Any:

@@ -40,7 +40,7 @@ from qarl_jax.models.layers import (
 )
 from qarl_jax.models.logprobs import logits_of, used
 from qarl_jax.models.moe import MoE
-from qarl_jax.quant.backward import layer_seeds
+from qarl_jax.quant.backward import of_layers
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import ATTENTION_INPUT, MIXER_OUTPUT
@@ -443,7 +443,7 @@ def attach_backward(model: Transformer, form: Any, root: Any) -> None:
       form: the format of `quant.Backward`, "int8" or "fp8".
       root: uint32 scalar (`backward.root_seed`).
     """
-    of_layers = ((path, linear) for path, linear in quantizable(model).items() if not isinstance(linear, Embedding))
-    for number, (path, linear) in enumerate(of_layers):
+    linears = ((path, linear) for path, linear in quantizable(model).items() if not isinstance(linear, Embedding))
+    for number, (path, linear) in enumerate(linears):
         layers = model.config.stacks[int(path.split(".")[1])].length
-        linear.backward = LowBitBackward(quant.Backward(form, layer_seeds(root, number, layers)))
+        linear.backward = LowBitBackward(of_layers(form, root, number, layers))

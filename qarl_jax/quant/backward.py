@@ -15,8 +15,9 @@ every mesh: a maximum has no order, so a mesh moves no code.
 
 **Rounding.** Stochastic, with the bits of `numerics.stochastic`: a hash of the update's number, the micro-batch, the
 layer, the operand and the position. Two operands draw independent bits, so the expected product is the product of the
-unrounded operands. A zero stays zero. An infinite or NaN element spoils its whole row or column, and the optimizer's
-guard sees it.
+unrounded operands. The codes of dY for dX and for dW share a hash, 16 bits each. Linear maps with common inputs
+share the codes of these. A zero stays zero. An infinite or NaN element spoils its whole row or column, and the
+optimizer's guard sees it.
 
 **Sums.** int8 in int32, exact. e4m3 in float32: Hopper's tensor cores alone keep some 14 bits of a sum, so our kernel
 adds up 128 inputs at a time outside of them (`product_hopper.py`). Over several GPUs XLA multiplies, asked for its
@@ -42,7 +43,7 @@ from jaxtyping import Array, Float
 from qarl_jax.kernels import rounding_triton
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide
-from qarl_jax.numerics.stochastic import random_bits, rounding_seed, to_e4m3, to_int8
+from qarl_jax.numerics.stochastic import halves, random_bits, rounding_seed, to_e4m3, to_int8
 from qarl_jax.quant.contractions import codes_product
 from qarl_jax.quant.qtensor import QTensor
 
@@ -55,19 +56,22 @@ _TINY = 2.0**-100  # the least maximum that a scale is made of: its reciprocal i
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The low-bit format of gradients, and the seed of their rounding, for one layer or a stack of layers.
+    """The low-bit format of gradients, and the seeds of their rounding, for one layer or a stack of layers.
 
     Attributes:
       format: the codes' format, "int8" or "fp8"; static under jit.
-      seed: uint32 scalar, or [layers]; every layer and micro-batch has another seed.
+      seed: uint32 scalar, or [layers], of dY and of the weight; every linear map, layer and micro-batch has another.
+      inputs: uint32 scalar, or [layers], of the layer's inputs. Where it is equal, XLA makes equal inputs' codes once.
     """
 
     format: Format = dataclasses.field(metadata={"static": True})
     seed: Any
+    inputs: Any
 
     def part(self, number: int, of: int) -> Backward:
-        """Returns a copy with the seed of part `number` of `of` parts, which are rounded independently."""
-        return dataclasses.replace(self, seed=random_bits((of,), self.seed)[number])
+        """Returns a copy with the seeds of part `number` of `of` parts, which are rounded independently."""
+        seed, inputs = (random_bits((of,), each)[number] for each in (self.seed, self.inputs))
+        return dataclasses.replace(self, seed=seed, inputs=inputs)
 
 
 def root_seed(updates: Any, micro_batch: Any) -> Array:
@@ -79,9 +83,10 @@ def root_seed(updates: Any, micro_batch: Any) -> Array:
     return random_bits((), rounding_seed(updates, 0) + jnp.asarray(micro_batch).astype(jnp.uint32))
 
 
-def layer_seeds(root: Any, number: int, layers: int) -> Array:
-    """Derives the seeds, uint32 [layers], of the `number`-th stack of linear maps from `root_seed`."""
-    return random_bits((layers,), rounding_seed(root, number + 1))
+def of_layers(form: Format, root: Any, number: int, layers: int) -> Backward:
+    """Makes the backward of the `number`-th stack of linear maps, with seeds, uint32 [layers], from `root_seed`."""
+    seed, inputs = (random_bits((layers,), rounding_seed(root, each)) for each in (number + 1, 0))
+    return Backward(form, seed, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,23 +106,22 @@ GRIDS: dict[str, Grid] = {
 }
 
 
-def _scales(x: Float[Array, "A B"], axis: int, grid: Grid) -> tuple[Array, Array]:
-    """Computes float32 scales of x along `axis`, [A, 1] or [1, B], and their reciprocals, each by one division."""
-    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True), _TINY)
-    largest = jnp.full_like(amax, grid.largest)
-    return divide(amax, largest), divide(largest, amax)
+def _scales(largest: Float[Array, " C"], grid: Grid) -> tuple[Array, Array]:
+    """Computes float32 scales from the largest magnitudes, and the scales' reciprocals, each by one division."""
+    amax = jnp.maximum(largest, _TINY)
+    top = jnp.full_like(amax, grid.largest)
+    return divide(amax, top), divide(top, amax)
 
 
-def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, seed: Any) -> tuple[Array, Array]:
+def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, bits: Array) -> tuple[Array, Array]:
     """Quantizes float32 x: codes [A, B], and float32 scales of its rows [A, 1] or columns [1, B].
 
     Args:
       axis: the axis along which x will be contracted; elements along it share a scale.
-      grid: the codes' format. seed: uint32 scalar.
+      grid: the codes' format. bits: uint32 [A, B], 16 random bits each.
     """
-    scale, inverse = _scales(x, axis, grid)
-    y = jnp.clip(x * inverse, -grid.largest, grid.largest)
-    return grid.rounded(y, random_bits(x.shape, seed)), scale
+    scale, inverse = (jnp.expand_dims(each, axis) for each in _scales(jnp.max(jnp.abs(x), axis=axis), grid))
+    return grid.rounded(jnp.clip(x * inverse, -grid.largest, grid.largest), bits), scale
 
 
 class _Contraction(NamedTuple):
@@ -126,37 +130,33 @@ class _Contraction(NamedTuple):
     Attributes:
       axis: the contracted axis; each row or column along it has a scale.
       factor: float32 [1, B] or [A, 1], multiplied into the contracted elements first; None: no factor.
-      seed: uint32 scalar.
     """
 
     axis: int
-    factor: Any
-    seed: Any
+    factor: Any = None
 
 
-def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contraction) -> list[tuple[Array, Array]]:
-    """Quantizes x for each contraction: codes with the contracted axis last, and float32 scales [.., 1]."""
-    wide = x.astype(jnp.float32)
-    scaled = [wide if way.factor is None else wide * way.factor for way in ways]
+def _coded(
+    x: Float[Array, "A B"], grid: Grid, numerics: Numerics, seed: Any, *ways: _Contraction
+) -> list[tuple[Array, Array]]:
+    """Quantizes x for one or two contractions: codes with the contracted axis last, and float32 scales [.., 1]."""
 
-    def plain(x: Array) -> list[Array]:
-        del x
-        made = [codes_of(y, way.axis, grid, way.seed)[0] for y, way in zip(scaled, ways, strict=True)]
-        return [codes if way.axis else codes.T for codes, way in zip(made, ways, strict=True)]
+    def plain(x: Array) -> list[tuple[Array, Array]]:
+        wide, bits, made = x.astype(jnp.float32), halves(random_bits(x.shape, seed)), []
+        for way, own in zip(ways, bits, strict=False):
+            codes, scale = codes_of(wide if way.factor is None else wide * way.factor, way.axis, grid, own)
+            made.append((codes if way.axis else codes.T, scale.reshape(-1, 1)))
+        return made
 
-    def kernel(x: Array, **options: Any) -> list[Array]:
-        along = [
-            rounding_triton.Along(
-                way.axis, jnp.ones((x.shape[way.axis],)) if way.factor is None else way.factor, inverse, way.seed
-            )
-            for way, (_, inverse) in zip(ways, scales, strict=True)
-        ]
-        return rounding_triton.codes(x, along, grid.rounded, grid.dtype, grid.largest, **options)
+    def kernel(x: Array, **options: Any) -> list[tuple[Array, Array]]:
+        along = [rounding_triton.Along(*way) for way in ways]
+        scales = [_scales(largest, grid) for largest in rounding_triton.maxima(x, along, **options)]
+        along = [each._replace(inverse=inverse) for each, (_, inverse) in zip(along, scales, strict=True)]
+        made = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, **options)
+        return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
 
-    scales = [_scales(y, way.axis, grid) for y, way in zip(scaled, ways, strict=True)]
     platforms = {"cuda": kernel} if rounding_triton.serves(numerics) else {}
-    made = jax.lax.platform_dependent(x, default=plain, **platforms)
-    return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
+    return jax.lax.platform_dependent(x, default=plain, **platforms)
 
 
 def _transposed(x: Array, numerics: Numerics) -> Array:
@@ -186,17 +186,17 @@ def gradients(
       master: dtype of the master.
       numerics: decides whether a GPU may run our kernels.
     """
-    grid, seeds = GRIDS[backward.format], random_bits((4,), backward.seed)
+    grid, seeds = GRIDS[backward.format], random_bits((2,), backward.seed)
     others, ways = [], []
-    for axis, operand in ((1, weight), (0, used)):
+    for axis, operand, seed in ((1, weight, seeds[1]), (0, used, backward.inputs)):
         values, factor = _parts(operand)
         if grid.takes_codes and factor is not None and values.dtype == grid.dtype:
             others.append((_transposed(values, numerics), jnp.ones((values.shape[1], 1), jnp.float32)))
-            ways.append(_Contraction(axis, factor if axis == 0 else factor.T, seeds[axis]))
+            ways.append(_Contraction(axis, factor if axis == 0 else factor.T))
         else:
-            others += _coded(values, grid, numerics, _Contraction(0, factor, seeds[2 + axis]))
-            ways.append(_Contraction(axis, None, seeds[axis]))
-    made = _coded(dy, grid, numerics, *ways)
+            others += _coded(values, grid, numerics, seed, _Contraction(0, factor))
+            ways.append(_Contraction(axis))
+    made = _coded(dy, grid, numerics, seeds[0], *ways)
     dx, dw = (
         codes_product(*of_dy, codes, scale[:, 0], dtype, numerics)
         for of_dy, (codes, scale), dtype in zip(made, others, (dy.dtype, master), strict=True)

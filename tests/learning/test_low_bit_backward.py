@@ -149,7 +149,7 @@ def test_adapters_get_the_gradient_they_had_for_the_same_dy():
         return dx, {keys[-1]: leaf.get_value() for keys, leaf in nnx.to_flat_state(grads)}
 
     dx, plain = gradients()
-    linear.backward = LowBitBackward(quant.Backward("int8", jnp.uint32(1)))
+    linear.backward = LowBitBackward(quant.Backward("int8", jnp.uint32(1), jnp.uint32(2)))
     low_dx, low = gradients()
     assert_same_bits([low["lora_a"], low["lora_b"]], [plain["lora_a"], plain["lora_b"]])
     for a, b in ((low_dx, dx), (low["kernel"], plain["kernel"])):

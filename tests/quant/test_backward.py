@@ -39,7 +39,7 @@ def layer(scheme, form, seed=jnp.uint32(7)):
 
     def run(x, master, dy):
         qt = None if config is None else quant.quantize(master, config)
-        low = None if form == "bf16" else Backward(form, seed)
+        low = None if form == "bf16" else Backward(form, seed, seed + 1)
         _, vjp = jax.vjp(lambda x, w: quant.dot(x, w, qt, backward=low), x, master)
         return vjp(dy)
 
@@ -55,8 +55,19 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(form):
     grid, draws = GRIDS[form], 4096
     x = np.concatenate([np.linspace(-1, 1, 61), np.geomspace(1e-6, 1, 60)]).astype(np.float32)
     seeds = np.random.default_rng(0).integers(0, 2**32, draws, np.uint32)  # as hashes are
-    codes, scale = jax.jit(jax.vmap(lambda seed: backward.codes_of(jnp.asarray(x)[None], 1, grid, seed)))(seeds)
-    values = float64(codes, scale)[:, 0]
+
+    def made(seed, half):
+        bits = backward.halves(backward.random_bits((1, len(x)), seed))[half]
+        return backward.codes_of(jnp.asarray(x)[None], 1, grid, bits)
+
+    for half in (0, 1):
+        found = jax.jit(jax.vmap(functools.partial(made, half=half)))(seeds)
+        rounds_to_a_neighbour(form, x, float64(*found)[:, 0])
+
+
+def rounds_to_a_neighbour(form, x, values):
+    """values: [draws, X]."""
+    draws = len(values)
     levels = np.arange(-127, 128) / 127 if form == "int8" else np.unique(_e4m3()) / 448
     above = np.searchsorted(levels, x.astype(np.float64) - 1e-9)
     step = np.minimum(np.abs(levels[np.minimum(above, len(levels) - 1)] - x), 1) + np.abs(x - levels[above - 1])
@@ -121,7 +132,8 @@ def bounds(a, form):
 def test_the_mean_over_updates_is_the_gradient_in_full_precision(form):
     x, w, dy = data()
     want = layer("bf16", "bf16")(x, w, dy)
-    seeds = jax.vmap(lambda step: backward.layer_seeds(backward.root_seed(step, 0), 3, 2)[1])(jnp.arange(256))
+    lows = jax.vmap(lambda step: backward.of_layers(form, backward.root_seed(step, 0), 3, 2))(jnp.arange(256))
+    seeds = lows.seed[:, 1]
     many = jax.jit(jax.vmap(lambda seed: layer("bf16", form, seed)(x, w, dy)))(seeds)
     for each, full in zip(many, want, strict=True):
         spread = each.std(0) / len(seeds) ** 0.5
@@ -131,13 +143,13 @@ def test_the_mean_over_updates_is_the_gradient_in_full_precision(form):
 
 def test_updates_micro_batches_layers_and_the_two_products_draw_other_bits():
     seeds = [
-        backward.layer_seeds(backward.root_seed(update, micro), number, 3)
+        backward.of_layers("int8", backward.root_seed(update, micro), number, 3).seed
         for update in (0, 1)
         for micro in (0, 1)
         for number in (0, 1)
     ]
-    parts = [Backward("int8", seed).part(number, 2).seed for seed in np.concatenate(seeds) for number in (0, 1)]
-    assert len({int(part) for part in parts}) == 2 * 8 * 3
+    parts = [Backward("int8", seed, ~seed).part(number, 2) for seed in np.concatenate(seeds) for number in (0, 1)]
+    assert len({int(seed) for part in parts for seed in (part.seed, part.inputs)}) == 2 * 2 * 8 * 3
     x, w, dy = data()
     again = layer("w8a8", "int8")(x, w, dy), layer("w8a8", "int8")(x, w, dy)
     assert all(np.array_equal(a, b) for a, b in zip(*again, strict=True))
@@ -203,7 +215,8 @@ def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     x, w, dy = (a.astype(jnp.bfloat16) for a in data())
     config = quant.parse_scheme("w8a8" if form == "int8" else "fp8")
     qt, used = quant.quantize(w, config), config.activations(x, numerics=quant.PLAIN)
-    run = functools.partial(backward.gradients, Backward(form, jnp.uint32(3)), dy, used, qt, jnp.bfloat16, quant.PLAIN)
+    low = Backward(form, jnp.uint32(3), jnp.uint32(4))
+    run = functools.partial(backward.gradients, low, dy, used, qt, jnp.bfloat16, quant.PLAIN)
     want = run()
     interpreted(monkeypatch)
     monkeypatch.setattr(rounding_triton, "serves", lambda _: False)
@@ -213,22 +226,25 @@ def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     assert len(taken) == 2
 
 
+@pytest.mark.parametrize("tile", [(32, 32), (16, 8)], ids=["some elements outside", "none outside"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_rounding_kernel_gives_xlas_codes(form):
-    """Of a shape that no tile divides, in both directions, zeros and numbers that are not finite among them."""
-    x, grid = data()[2].astype(jnp.bfloat16), GRIDS[form]
+def test_the_rounding_kernel_gives_xlas_codes(form, tile):
+    """In both directions, with zeros among the elements."""
+    x, grid, seed = data()[2].astype(jnp.bfloat16), GRIDS[form], jnp.uint32(5)
+    tile = rounding_triton.Tile(m=tile[0], n=tile[1])
     ways = [
-        backward._Contraction(axis, jnp.exp(jnp.linspace(-3, 3, x.shape[axis])).reshape(shape), jnp.uint32(axis))
+        backward._Contraction(axis, jnp.exp(jnp.linspace(-3, 3, x.shape[axis])).reshape(shape))
         for axis, shape in ((1, (1, -1)), (0, (-1, 1)))
     ]
     along, want = [], []
-    for way in ways:
+    for way, bits in zip(ways, backward.halves(backward.random_bits(x.shape, seed)), strict=True):
         scaled = x.astype(jnp.float32) * way.factor
-        along.append(rounding_triton.Along(way.axis, way.factor, backward._scales(scaled, way.axis, grid)[1], way.seed))
-        want.append(backward.codes_of(scaled, way.axis, grid, way.seed)[0])
-    got = rounding_triton.codes(
-        x, along, grid.rounded, grid.dtype, grid.largest, tile=rounding_triton.Tile(m=32, n=16), interpret=True
-    )
+        largest = jnp.max(jnp.abs(scaled), way.axis)
+        along.append(rounding_triton.Along(way.axis, way.factor, backward._scales(largest, grid)[1]))
+        found = rounding_triton.maxima(x, [rounding_triton.Along(*way)], tile=tile, interpret=True)
+        assert_equal_bits(found, [largest])
+        want.append(backward.codes_of(scaled, way.axis, grid, bits)[0])
+    got = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, tile=tile, interpret=True)
     assert_equal_bits(got, [want[0], want[1].T])
     assert_equal_bits(
         rounding_triton.transposed(want[0], tile=rounding_triton.Tile(m=16, n=16), interpret=True), want[0].T
@@ -248,7 +264,7 @@ def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
     )
     config = quant.parse_scheme("w8a8" if form == "int8" else "fp8")
     used, qt = config.activations(x, numerics=quant.PLAIN), quant.quantize(w, config)
-    low = Backward(form, jnp.uint32(3))
+    low = Backward(form, jnp.uint32(3), jnp.uint32(4))
 
     def run(numerics, dtype=jnp.bfloat16):
         return jax.jit(lambda *a: backward.gradients(low, *a, dtype, numerics))(dy, used, qt)
@@ -260,9 +276,9 @@ def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
         return
     for a, b in zip(own, xla, strict=True):
         np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (a, b)), rtol=2**-7, atol=1e-6)
-    seeds = backward.random_bits((4,), low.seed)
+    bits = backward.halves(backward.random_bits(dy.shape, backward.random_bits((2,), low.seed)[0]))
     wide = dy.astype(jnp.float32)
-    codes, scale = backward.codes_of(wide * used[1], 0, GRIDS[form], seeds[0])
+    codes, scale = backward.codes_of(wide * used[1], 0, GRIDS[form], bits[1])
     lhs, rhs = float64(codes, 1).T, float64(used[0], 1)
     error = np.abs(np.asarray(run(quant.PLAIN, jnp.float32)[1]) / np.asarray(scale).T - lhs @ rhs)
     assert np.all(error <= 1e-6 * (np.abs(lhs) @ np.abs(rhs)))
