@@ -154,14 +154,14 @@ def _coded(x: Float[Array, "A B"], grid: Grid, numerics: Numerics, *ways: _Contr
         return rounding_triton.codes(x, along, grid.rounded, grid.dtype, grid.largest, **options)
 
     scales = [_scales(y, way.axis, grid) for y, way in zip(scaled, ways, strict=True)]
-    platforms = {"cuda": kernel} if rounding_triton.serves(numerics) else {}
+    platforms = {"cuda": kernel} if rounding_triton.serves(x, numerics) else {}
     made = jax.lax.platform_dependent(x, default=plain, **platforms)
     return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
 
 
 def _transposed(x: Array, numerics: Numerics) -> Array:
     """Transposes codes [A, B]. On a GPU a kernel does it, because XLA would store their source in that layout."""
-    platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(numerics) else {}
+    platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(x, numerics) else {}
     return jax.lax.platform_dependent(x, default=jnp.transpose, **platforms)
 
 

@@ -206,7 +206,7 @@ def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     run = functools.partial(backward.gradients, Backward(form, jnp.uint32(3)), dy, used, qt, jnp.bfloat16, quant.PLAIN)
     want = run()
     interpreted(monkeypatch)
-    monkeypatch.setattr(rounding_triton, "serves", lambda _: False)
+    monkeypatch.setattr(rounding_triton, "serves", lambda *_: False)
     taken = []
     monkeypatch.setattr(products, "serves_gradient", lambda *_: taken.append(1) or True)
     assert_equal_bits(run(), want)
