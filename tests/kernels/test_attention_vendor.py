@@ -160,6 +160,17 @@ def test_every_packed_call_carries_offsets_or_a_run_from_the_start(monkeypatch):
     assert set(seen) == {2, 17}
 
 
+def test_more_positions_than_int32_offsets_reach_are_refused():
+    """JAX multiplies a run's first position by heads and head_dim in int32."""
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    first, length = (jnp.tile(jnp.array([x], jnp.int32), (9, 1)) for x in ([0, 2**15, -1], [2**15, 2**15]))
+    rows = jax.ShapeDtypeStruct((9, 2**16, 32, 128), jnp.bfloat16)
+    assert fused._fix_seqlen_offsets(length, length, first, first, rows, rows)[2].min() < 0
+    attend = lambda q, ids: attention_vendor.cudnn_attention(q, q, q, runs(ids, 2))  # noqa: E731
+    with pytest.raises(UserError, match=r"516222 positions of 32 heads of 128 at most, got 589824: .*micro_batch_rows"):
+        jax.eval_shape(attend, rows, jax.ShapeDtypeStruct(rows.shape[:2], jnp.int32))
+
+
 # ---- where segments begin --------------------------------------------------------------------------------------------
 
 
