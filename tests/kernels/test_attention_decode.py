@@ -103,3 +103,33 @@ def test_on_a_gpu(width, dtype):
     exact = formula(*(np.asarray(x, np.float32) for x in (q, keys, values)), 1)
     tolerance = {"rtol": 2**-8, "atol": 1e-6} if dtype == jnp.bfloat16 else {"rtol": 0, "atol": 2e-6}
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, **tolerance)
+
+
+def check_far_rows(rows, slots, kv_heads, width, **options):
+    """Checks that queries of zeros give each row's and kv head's own number, of the last layer's filled slots.
+
+    Every row's unseen slots are NaN, the first layer is 0. All sums are of integers below 2^24, and so exact.
+    """
+    shape = (2, rows, slots, kv_heads, width)
+    last = jnp.linspace(0, slots - 1, rows).astype(jnp.int32)
+
+    def run():
+        layer, row, slot, head = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+        seen = slot <= last[None, :, None, None, None]
+        cache = jnp.where(seen, (layer * (row * kv_heads + head)).astype(jnp.bfloat16), jnp.bfloat16(jnp.nan))
+        q = jnp.zeros((rows, 1, 2 * kv_heads, width), jnp.bfloat16)
+        return attention_decode.decode_attention(q, cache, cache, jnp.int32(1), last, **options)
+
+    out = np.asarray(jax.jit(run)(), np.float32)
+    own = np.arange(rows * kv_heads).reshape(rows, kv_heads).repeat(2, axis=1)
+    np.testing.assert_array_equal(out, np.broadcast_to(own[:, None, :, None], out.shape))
+
+
+def test_every_row_finds_its_own_slots():
+    check_far_rows(5, 70, 2, 16, interpret=True)
+
+
+@pytest.mark.gpu
+def test_a_cache_of_more_than_2_to_the_31_elements_is_read_on_a_gpu():
+    """4.6 GB, as 36 layers of 8 heads have them at 32 rows of 2,048 slots."""
+    check_far_rows(17, 2**16, 8, 128)
