@@ -213,10 +213,9 @@ def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_rounding_kernel_gives_xlas_codes(form):
-    """Of a shape that no tile divides, in both directions, zeros and numbers that are not finite among them."""
-    x, grid = data()[2].astype(jnp.bfloat16), GRIDS[form]
+def check_codes(x, form, tile, **options):
+    """Checks codes of bfloat16 x in both directions, and their transposition, beside XLA's."""
+    grid = GRIDS[form]
     ways = [
         backward._Contraction(axis, jnp.exp(jnp.linspace(-3, 3, x.shape[axis])).reshape(shape), jnp.uint32(axis))
         for axis, shape in ((1, (1, -1)), (0, (-1, 1)))
@@ -226,13 +225,26 @@ def test_the_rounding_kernel_gives_xlas_codes(form):
         scaled = x.astype(jnp.float32) * way.factor
         along.append(rounding_triton.Along(way.axis, way.factor, backward._scales(scaled, way.axis, grid)[1], way.seed))
         want.append(backward.codes_of(scaled, way.axis, grid, way.seed)[0])
-    got = rounding_triton.codes(
-        x, along, grid.rounded, grid.dtype, grid.largest, tile=rounding_triton.Tile(m=32, n=16), interpret=True
-    )
+    got = rounding_triton.codes(x, along, grid.rounded, grid.dtype, grid.largest, tile=tile, **options)
     assert_equal_bits(got, [want[0], want[1].T])
-    assert_equal_bits(
-        rounding_triton.transposed(want[0], tile=rounding_triton.Tile(m=16, n=16), interpret=True), want[0].T
-    )
+    assert_equal_bits(rounding_triton.transposed(want[0], tile=tile, **options), want[0].T)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_rounding_kernel_gives_xlas_codes(form):
+    """Of a shape that no tile divides, in both directions, zeros and numbers that are not finite among them."""
+    check_codes(data()[2].astype(jnp.bfloat16), form, rounding_triton.Tile(m=32, n=16), interpret=True)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 100_000), (1000, 1040)], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_rounding_kernel_gives_xlas_codes_on_a_gpu(form, shape):
+    """Magnitudes over six decades: small codes of eight-bit floats have fewer bits."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 0, shape)
+    check_codes(jnp.asarray(x, jnp.bfloat16), form, rounding_triton.Tile())
 
 
 @pytest.mark.gpu
