@@ -48,8 +48,9 @@ FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 
 
 def serves(*operands: jax.Array) -> bool:
-    """Tells whether the kernels support these operands: bfloat16 or int8, of a size that they reach (`offsets`), and on
-    one device (or inside of `jax.shard_map`), because XLA cannot partition a kernel."""
+    """Tells whether the kernels support these operands: bfloat16 or int8, of a size that they reach (`offsets`).
+
+    They must be on one device (or inside of `jax.shard_map`), because XLA cannot partition a kernel."""
     return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) and in_reach(x.size, x.dtype) for x in operands)
 
 
