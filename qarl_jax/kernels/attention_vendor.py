@@ -28,6 +28,7 @@ from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 from qarl_jax.types import UserError
 
 WORKSPACE_BYTES = 2**31  # that the backward of cuDNN may take
+_MOST_ELEMENTS = 2**31  # of the queries: JAX counts a run's first element in int32, and two runs are taken at once
 _BLOCK = 512  # of queries and of keys in splash attention, where the row is a multiple of it
 
 
@@ -132,14 +133,22 @@ def cudnn_attention(
 
     Where the gradient of all runs would take more than `WORKSPACE_BYTES`, it takes a few runs at a time
     (`runs_at_once`), none of them empty, and repeats the forward.
+
+    Raises:
+      UserError: a device has more positions than JAX and cuDNN count without an error.
     """
     B, T, N, H = q.shape
     if T % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         return cudnn_attention(q, k, v, packed_runs)[:, :T]
-    rows = -(-B // batch_shards(jax.sharding.get_abstract_mesh()))
+    positions = -(-B // batch_shards(jax.sharding.get_abstract_mesh())) * T
+    if cudnn_workspace(positions, N, H, 1) > 4 * _MOST_ELEMENTS:
+        raise UserError(
+            f"attention=cudnn counts {_MOST_ELEMENTS // (N * (H + 2))} positions of {N} heads of {H} at most, got"
+            f" {positions}: set a smaller train.micro_batch_rows or train.row_len, or model.attention=xla."
+        )
     most = packed_runs[1].shape[1]
-    at_once = runs_at_once(rows * T, N, H, most)
+    at_once = runs_at_once(positions, N, H, most)
     return _packed(q, k, v, packed_runs) if at_once == most else _in_groups(at_once, q, k, v, packed_runs)
 
 

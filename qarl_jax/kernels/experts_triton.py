@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Num
 
+from qarl_jax.kernels.offsets import in_reach
 from qarl_jax.runtime.mesh import on_one_device
 
 
@@ -47,9 +48,10 @@ FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 
 
 def serves(*operands: jax.Array) -> bool:
-    """Tells whether the kernels support these operands: bfloat16 or int8, and on one device (or inside of
-    `jax.shard_map`), because XLA cannot partition a kernel."""
-    return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in operands)
+    """Tells whether the kernels support these operands: bfloat16 or int8, of a size that they reach (`offsets`).
+
+    They must be on one device (or inside of `jax.shard_map`), because XLA cannot partition a kernel."""
+    return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) and in_reach(x.size, x.dtype) for x in operands)
 
 
 def _table(group_sizes: Int[Array, " E"], rows: int, height: int) -> tuple[Int[Array, " T"], ...]:

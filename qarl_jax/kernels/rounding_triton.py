@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Num
 
+from qarl_jax.kernels.offsets import in_reach
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.stochastic import halves, hashed
 from qarl_jax.runtime.mesh import is_hopper, on_one_device
@@ -58,9 +59,12 @@ class Along(NamedTuple):
         return [part.reshape(-1) for part in (self.factor, self.inverse) if part is not None]
 
 
-def serves(numerics: Numerics) -> bool:
-    """Tells whether the kernel rounds on this host's devices: it needs one Hopper GPU and `own_kernels`."""
-    return numerics.own_kernels and is_hopper() and on_one_device()
+def serves(x: Num[Array, "A B"], numerics: Numerics) -> bool:
+    """Tells whether the kernels round x to codes of eight bits, or transpose it, on this host's devices.
+
+    They need one Hopper GPU, `own_kernels`, and codes that they reach (`offsets`).
+    """
+    return numerics.own_kernels and is_hopper() and on_one_device() and in_reach(x.size, jnp.dtype(jnp.int8))
 
 
 def maxima(

@@ -155,13 +155,13 @@ def _coded(
         made = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, **options)
         return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
 
-    platforms = {"cuda": kernel} if rounding_triton.serves(numerics) else {}
+    platforms = {"cuda": kernel} if rounding_triton.serves(x, numerics) else {}
     return jax.lax.platform_dependent(x, default=plain, **platforms)
 
 
 def _transposed(x: Array, numerics: Numerics) -> Array:
     """Transposes codes [A, B]. On a GPU a kernel does it, because XLA would store their source in that layout."""
-    platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(numerics) else {}
+    platforms = {"cuda": rounding_triton.transposed} if rounding_triton.serves(x, numerics) else {}
     return jax.lax.platform_dependent(x, default=jnp.transpose, **platforms)
 
 

@@ -232,6 +232,18 @@ def test_shards_are_added_by_rank_and_rounded_once(run):
     """)
 
 
+def test_shards_that_begin_behind_two_to_the_31_elements_are_found(run):
+    """As 8 shards of 65,536 tokens and 5,120 hidden sizes have them. Memory of which most is never touched."""
+    run("""
+        size = 2**30 + 2**20
+        every = torch.empty(3, size, dtype=torch.float16)
+        every[:, :1024] = torch.tensor([1.0, 2.0, 4.0]).half()[:, None]
+        y = torch.empty(1024, dtype=torch.float16)
+        ops._sum_shards[(1,)](every, y, size, SHARDS=3, BLOCK=1024)
+        assert (y == 7).all()
+    """)
+
+
 # The interpreter knows none of CUDA's library, and does not round to bfloat16.
 LIBRARY = """
         import types

@@ -20,10 +20,10 @@ LAYERS, ROWS, SLOTS, HEADS, KV_HEADS = 3, 6, 75, 6, 2  # three queries to a kv h
 LAST = np.array([0, 31, 32, 40, 74, 200])  # a single slot, both sides of a block's end, the last slot, and beyond
 
 
-def operands(width, dtype=np.float32):
+def operands(width, dtype=np.float32, heads=HEADS, kv_heads=KV_HEADS):
     rng = np.random.default_rng(width)
-    q = rng.standard_normal((ROWS, 1, HEADS, width)).astype(dtype)
-    cache = [rng.standard_normal((LAYERS, ROWS, SLOTS, KV_HEADS, width)).astype(dtype) for _ in "kv"]
+    q = rng.standard_normal((ROWS, 1, heads, width)).astype(dtype)
+    cache = [rng.standard_normal((LAYERS, ROWS, SLOTS, kv_heads, width)).astype(dtype) for _ in "kv"]
     return q, *cache
 
 
@@ -31,8 +31,9 @@ def formula(q, keys, values, layer):
     """softmax(q k / sqrt(H)) v over the slots that are seen, in float64."""
     out = np.zeros(q.shape)
     for row, last in enumerate(LAST):
-        for head in range(HEADS):
-            k, v = (x[layer, row, : last + 1, head // (HEADS // KV_HEADS)].astype(np.float64) for x in (keys, values))
+        for head in range(q.shape[2]):
+            shared = head * keys.shape[3] // q.shape[2]
+            k, v = (x[layer, row, : last + 1, shared].astype(np.float64) for x in (keys, values))
             scores = k @ q[row, 0, head].astype(np.float64) / np.sqrt(q.shape[-1])
             p = np.exp(scores - scores.max())
             out[row, 0, head] = p @ v / p.sum()
@@ -95,11 +96,63 @@ def test_a_decoding_step_takes_no_layer_out_of_the_cache(monkeypatch):
     assert "decode_attention" in text
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("width", "dtype"), [(64, np.float32), (128, np.float32), (64, jnp.bfloat16)])
-def test_on_a_gpu(width, dtype):
-    q, keys, values = (jnp.asarray(x, dtype) for x in operands(width))
-    out = attention_decode.decode_attention(q, keys, values, jnp.asarray(1), jnp.asarray(LAST))
+def check_heads(width, dtype, heads, kv_heads, **options):
+    q, keys, values = (jnp.asarray(x, dtype) for x in operands(width, heads=heads, kv_heads=kv_heads))
+    out = attention_decode.decode_attention(q, keys, values, jnp.asarray(1), jnp.asarray(LAST), **options)
     exact = formula(*(np.asarray(x, np.float32) for x in (q, keys, values)), 1)
     tolerance = {"rtol": 2**-8, "atol": 1e-6} if dtype == jnp.bfloat16 else {"rtol": 0, "atol": 2e-6}
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, **tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "dtype"), [(64, np.float32), (128, np.float32), (64, jnp.bfloat16)])
+def test_on_a_gpu(width, dtype):
+    check_heads(width, dtype, HEADS, KV_HEADS)
+
+
+GROUPS = [(14, 2), (8, 8), (64, 4)]  # seven, one and sixteen queries to a kv head
+
+
+@pytest.mark.parametrize("heads", GROUPS, ids=str)
+def test_any_number_of_queries_shares_a_kv_head(heads):
+    check_heads(16, jnp.bfloat16, *heads, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [(16, (64, 4)), (64, (14, 2)), (128, (8, 8)), (128, (64, 4)), (256, (8, 8)), (256, (16, 8))],
+    ids=str,
+)
+def test_any_number_of_queries_shares_a_kv_head_on_a_gpu(width, heads):
+    check_heads(width, jnp.bfloat16, *heads)
+
+
+def check_far_rows(rows, slots, kv_heads, width, **options):
+    """Checks that queries of zeros give each row's and kv head's own number, of the last layer's filled slots.
+
+    Every row's unseen slots are NaN, the first layer is 0. All sums are of integers below 2^24, and so exact.
+    """
+    shape = (2, rows, slots, kv_heads, width)
+    last = jnp.linspace(0, slots - 1, rows).astype(jnp.int32)
+
+    def run():
+        layer, row, slot, head = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+        seen = slot <= last[None, :, None, None, None]
+        cache = jnp.where(seen, (layer * (row * kv_heads + head)).astype(jnp.bfloat16), jnp.bfloat16(jnp.nan))
+        q = jnp.zeros((rows, 1, 2 * kv_heads, width), jnp.bfloat16)
+        return attention_decode.decode_attention(q, cache, cache, jnp.int32(1), last, **options)
+
+    out = np.asarray(jax.jit(run)(), np.float32)
+    own = np.arange(rows * kv_heads).reshape(rows, kv_heads).repeat(2, axis=1)
+    np.testing.assert_array_equal(out, np.broadcast_to(own[:, None, :, None], out.shape))
+
+
+def test_every_row_finds_its_own_slots():
+    check_far_rows(5, 70, 2, 16, interpret=True)
+
+
+@pytest.mark.gpu
+def test_a_cache_of_more_than_2_to_the_31_elements_is_read_on_a_gpu():
+    """4.6 GB, as 36 layers of 8 heads have them at 32 rows of 2,048 slots."""
+    check_far_rows(17, 2**16, 8, 128)

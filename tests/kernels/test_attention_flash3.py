@@ -278,7 +278,7 @@ def test_so_it_is_in_a_packed_row():
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_on_the_gpu_it_equals_float64_and_its_gradient_cudnns(head_dim, monkeypatch):
     monkeypatch.setattr("qarl_jax.kernels.attention_vendor.runs_at_once", lambda *_: 2)  # the rows have three runs
     q, k, v, g = operands(head_dim)

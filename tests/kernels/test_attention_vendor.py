@@ -31,25 +31,28 @@ def operands():
 
 @functools.cache
 def reference(packed=True):
-    """Output and gradients (dq, dk, dv) of the formula, written out in float64; without `packed` of one run per row.
+    """Output and gradients (dq, dk, dv) of `formula`; without `packed` of one run per row."""
+    return formula(*operands(), SEGMENTS if packed else np.ones_like(SEGMENTS))
+
+
+def formula(q, k, v, g, segments):
+    """Output and gradients (dq, dk, dv) of q, k, v and the output's cotangent g, written out in float64.
 
     p = softmax(s) with s = q k / sqrt(H); dv = p^T g; dp = g v^T; ds = p (dp - sum p dp); dq = ds k, dk = ds^T q.
     """
-    q, k, v, g = operands()
+    length, heads, width = q.shape[1:]
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
-    seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, T, T))
-    if packed:
-        seen = seen & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
-    for b in range(B):
-        for n in range(N):
-            kv = n // (N // K)
-            s = np.where(seen[b], q[b, :, n] @ k[b, :, kv].T / np.sqrt(H), -np.inf)
+    seen = np.tril(np.ones((length, length), bool)) & (segments[:, :, None] == segments[:, None, :])
+    for b in range(len(q)):
+        for n in range(heads):
+            kv = n // (heads // k.shape[2])
+            s = np.where(seen[b], q[b, :, n] @ k[b, :, kv].T / np.sqrt(width), -np.inf)
             p = np.exp(s - s.max(-1, keepdims=True))
             p /= p.sum(-1, keepdims=True)
             out[b, :, n] = p @ v[b, :, kv]
             dv[b, :, kv] += p.T @ g[b, :, n]
             dp = g[b, :, n] @ v[b, :, kv].T
-            ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(H)
+            ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(width)
             dq[b, :, n] = ds @ k[b, :, kv]
             dk[b, :, kv] += ds.T @ q[b, :, n]
     return out, dq, dk, dv
@@ -92,6 +95,42 @@ def test_cudnn_attention_and_its_gradients_equal_float64(at_once, monkeypatch):
         check(jax.jit(lambda: value_and_gradients(attend, jnp.bfloat16))(), 2e-2)  # noqa: B023
     whole = functools.partial(attention, implementation="cudnn")
     check(jax.jit(lambda: value_and_gradients(whole, jnp.bfloat16))(), 2e-2, packed=False)
+
+
+# Rows of an odd length: three responses, one of them a single token, and padding; one response; padding alone.
+LAYOUT = np.stack([np.repeat([1, 2, 3, 0], [37, 1, 200, 63]), np.ones(301, int), np.zeros(301, int)]).astype(np.int32)
+
+
+def check_layout(implementation, head_dim, segments, most, dtype, tol):
+    """Checks value and gradients of rows of `segments`, seven query heads to a kv head, with room for `most` runs."""
+    rng = np.random.default_rng(head_dim)
+    q, k, v, g = (jnp.asarray(rng.standard_normal((*segments.shape, n, head_dim)), dtype) for n in (7, 1, 1, 7))
+    want = formula(*(np.asarray(x, np.float64) for x in (q, k, v, g)), segments)
+    ids = jnp.asarray(segments)
+    attend = functools.partial(attention, segment_ids=ids, packed_runs=runs(ids, most), implementation=implementation)
+
+    def value_and_gradients():
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(g)
+
+    for got, exact in zip(jax.jit(value_and_gradients)(), want, strict=True):
+        assert np.abs(np.asarray(got, np.float64) - exact).max() <= tol * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("segments", "most"), [(LAYOUT, 4), (LAYOUT[1:2], 1)], ids=["packed", "single"])
+def test_rows_of_odd_lengths_one_token_and_padding_equal_float64(segments, most):
+    check_layout("xla", 64, segments, most, jnp.float32, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs JAX on a GPU (JAX_PLATFORMS=cuda,cpu)")
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("at_once", [None, 2, 3])
+def test_cudnn_takes_odd_lengths_one_token_padding_and_other_widths(head_dim, at_once, monkeypatch):
+    if at_once:
+        monkeypatch.setattr(attention_vendor, "runs_at_once", lambda positions, heads, width, most: min(at_once, most))
+    for segments, most in ((LAYOUT, 4), (LAYOUT, 17), (LAYOUT[1:2], 2), (LAYOUT[1:2], 1)):
+        check_layout("cudnn", head_dim, segments, most, jnp.bfloat16, 2e-2)
 
 
 @jax.custom_vjp
@@ -158,6 +197,17 @@ def test_every_packed_call_carries_offsets_or_a_run_from_the_start(monkeypatch):
     attend = lambda q, ids: attention_vendor.cudnn_attention(q, q, q, runs(ids, 17)).astype(jnp.float32).sum()  # noqa: E731
     jax.eval_shape(jax.grad(attend), rows, jax.ShapeDtypeStruct((1, 2**17), jnp.int32))
     assert set(seen) == {2, 17}
+
+
+def test_more_positions_than_int32_offsets_reach_are_refused():
+    """JAX multiplies a run's first position by heads and head_dim in int32."""
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    first, length = (jnp.tile(jnp.array([x], jnp.int32), (9, 1)) for x in ([0, 2**15, -1], [2**15, 2**15]))
+    rows = jax.ShapeDtypeStruct((9, 2**16, 32, 128), jnp.bfloat16)
+    assert fused._fix_seqlen_offsets(length, length, first, first, rows, rows)[2].min() < 0
+    attend = lambda q, ids: attention_vendor.cudnn_attention(q, q, q, runs(ids, 2))  # noqa: E731
+    with pytest.raises(UserError, match=r"516222 positions of 32 heads of 128 at most, got 589824: .*micro_batch_rows"):
+        jax.eval_shape(attend, rows, jax.ShapeDtypeStruct(rows.shape[:2], jnp.int32))
 
 
 # ---- where segments begin --------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def run(update, on_mesh=False, dtype="float32"):
         state, stats = update(state, gradient(kind, number, on_mesh, dtype))
         assert all(x.is_deleted() for x in before)
         # Of copies: what a host reads of a CPU's arrays is their own memory, which is not given away then.
-        seen.append(jax.device_get(jax.tree.map(jnp.copy, (state, stats))))
+        own = jax.tree.map(jnp.copy, (state, stats)) if jax.default_backend() == "cpu" else (state, stats)
+        seen.append(jax.tree.map(np.array, jax.device_get(own)))
     return seen
 
 
@@ -105,6 +106,21 @@ def config(kind, moments):
     ("kind", "moments", "master", "on_mesh"), [ADAMW, nightly(*MUON), *CASES]
 )  # Muon: test_learner.py
 def test_a_state_on_the_host_gives_the_bits_of_one_on_the_device(kind, moments, master, on_mesh, compiled_as_a_run):
+    check_both_memories(kind, moments, master, on_mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs JAX on a GPU (JAX_PLATFORMS=cuda,cpu)")
+@pytest.mark.parametrize(
+    ("kind", "moments", "master"),
+    [(AdamW, "bfloat16", "float32"), (AdamW, "int8", "float32"), (Muon, "int8", "bfloat16")],
+)
+def test_a_state_on_the_host_gives_the_bits_of_one_on_a_gpu(kind, moments, master):
+    """Where the copies really move, beside the programs of the next group."""
+    check_both_memories(kind, moments, master, False)
+
+
+def check_both_memories(kind, moments, master, on_mesh):
     here, there = (make(config(kind, moments), offload=offload) for offload in (False, True))
     found, wanted = (run(update, on_mesh, master) for update in (there, here))
     assert has_same_bits(found, wanted)

@@ -219,19 +219,16 @@ def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     run = functools.partial(backward.gradients, low, dy, used, qt, jnp.bfloat16, quant.PLAIN)
     want = run()
     interpreted(monkeypatch)
-    monkeypatch.setattr(rounding_triton, "serves", lambda _: False)
+    monkeypatch.setattr(rounding_triton, "serves", lambda *_: False)
     taken = []
     monkeypatch.setattr(products, "serves_gradient", lambda *_: taken.append(1) or True)
     assert_equal_bits(run(), want)
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize("tile", [(32, 32), (16, 8)], ids=["some elements outside", "none outside"])
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_rounding_kernel_gives_xlas_codes(form, tile):
-    """In both directions, with zeros among the elements."""
-    x, grid, seed = data()[2].astype(jnp.bfloat16), GRIDS[form], jnp.uint32(5)
-    tile = rounding_triton.Tile(m=tile[0], n=tile[1])
+def check_codes(x, form, tile, **options):
+    """Checks maxima and codes of bfloat16 x in both directions, and their transposition, beside XLA's."""
+    grid, seed = GRIDS[form], jnp.uint32(5)
     ways = [
         backward._Contraction(axis, jnp.exp(jnp.linspace(-3, 3, x.shape[axis])).reshape(shape))
         for axis, shape in ((1, (1, -1)), (0, (-1, 1)))
@@ -241,14 +238,31 @@ def test_the_rounding_kernel_gives_xlas_codes(form, tile):
         scaled = x.astype(jnp.float32) * way.factor
         largest = jnp.max(jnp.abs(scaled), way.axis)
         along.append(rounding_triton.Along(way.axis, way.factor, backward._scales(largest, grid)[1]))
-        found = rounding_triton.maxima(x, [rounding_triton.Along(*way)], tile=tile, interpret=True)
-        assert_equal_bits(found, [largest])
-        want.append(backward.codes_of(scaled, way.axis, grid, bits)[0])
-    got = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, tile=tile, interpret=True)
+        want.append((largest, backward.codes_of(scaled, way.axis, grid, bits)[0]))
+    found = rounding_triton.maxima(x, [rounding_triton.Along(*way) for way in ways], tile=tile, **options)
+    assert_equal_bits(found, [largest for largest, _ in want])
+    want = [codes for _, codes in want]
+    got = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, tile=tile, **options)
     assert_equal_bits(got, [want[0], want[1].T])
-    assert_equal_bits(
-        rounding_triton.transposed(want[0], tile=rounding_triton.Tile(m=16, n=16), interpret=True), want[0].T
-    )
+    assert_equal_bits(rounding_triton.transposed(want[0], tile=tile, **options), want[0].T)
+
+
+@pytest.mark.parametrize("tile", [(32, 32), (16, 8)], ids=["some elements outside", "none outside"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_rounding_kernel_gives_xlas_codes(form, tile):
+    """In both directions, with zeros among the elements."""
+    check_codes(data()[2].astype(jnp.bfloat16), form, rounding_triton.Tile(m=tile[0], n=tile[1]), interpret=True)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 100_000), (1000, 1040)], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_rounding_kernel_gives_xlas_codes_on_a_gpu(form, shape):
+    """Magnitudes over six decades: small codes of eight-bit floats have fewer bits."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 0, shape)
+    check_codes(jnp.asarray(x, jnp.bfloat16), form, rounding_triton.Tile())
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def test_weights_have_the_same_bytes_on_the_gpu_and_on_the_cpu(scheme):
     here = quant.quantize(jnp.asarray(w), config)
     there = quant.quantize(jax.device_put(w, cpu), config)
     assert np.asarray(here.codes).tobytes() == np.asarray(there.codes).tobytes()
-    assert np.asarray(here.scales).tobytes() == np.asarray(there.scale).tobytes()
+    assert np.asarray(here.scales).tobytes() == np.asarray(there.scales).tobytes()
 
 
 def test_w8a8_layers_equal_the_formula_bit_for_bit_on_the_gpu():

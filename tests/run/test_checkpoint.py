@@ -65,6 +65,18 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
     ],
 )
 def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous, monkeypatch):
+    check_resumed(tmp_path, kind, asynchronous, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs JAX on a GPU (JAX_PLATFORMS=cuda,cpu)")
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_a_state_is_saved_in_the_background_beside_updates_on_a_gpu(tmp_path, kind, monkeypatch):
+    """Arrays are copied before they are saved on a CPU alone."""
+    check_resumed(tmp_path, kind, True, monkeypatch)
+
+
+def check_resumed(tmp_path, kind, asynchronous, monkeypatch):
     eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal((3, 8, 300)), jnp.float32) for name in ("kernel", "embed")}

@@ -477,8 +477,9 @@ def interleaved(packed: torch.Tensor, *, floats: bool = False) -> torch.Tensor:
 def _sum_shards(x_ptr, y_ptr, size, SHARDS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-    for shard in tl.static_range(1, SHARDS):
-        total += tl.load(x_ptr + shard * size + at, mask=at < size, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, SHARDS):
+        x_ptr += size  # one shard on: a product of their number and their size may exceed 2^31
+        total += tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=at < size)
 
 
