@@ -4,6 +4,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -211,6 +212,14 @@ def test_each_step_is_read_with_the_settings_that_made_it(tmp_path):
     truncated = steps / "step_00000002" / "extra.json"
     truncated.write_text(truncated.read_text()[:9])
     assert stamp.config_of(world.run_dir) == world.config
+
+
+def test_an_evaluation_reads_a_checkpoints_config_once(worlds, monkeypatch):
+    read = mock.Mock(wraps=config.from_dict)
+    monkeypatch.setattr(config, "from_dict", read)
+    monkeypatch.setattr(evaluation, "run", mock.Mock(side_effect=UserError("enough")))
+    assert evaluation.main(["--checkpoint", str(worlds["jax"].run_dir)]) == 2
+    assert read.call_count == 1
 
 
 def test_settings_that_this_version_added_are_no_change(tmp_path):
