@@ -158,11 +158,21 @@ TOLD_FIRST = {
     "no folder of a critic": (f"{CRITIC}, path: /nowhere}}", None, "Give critic.path a Hugging Face folder"),
     "no config": ("", break_the_config, "Mend that file, or give model.path another model"),
     "cut weights": ("", cut_the_weights, "Get the model of model.path again"),
+    "shards": (
+        f"{VLLM % (128, sys.executable)} rollout.engine.tensor_parallel_size=4",
+        None,
+        "tensor_parallel_size=4: 2 heads of keys and 128 inner features are not shared evenly. Set it to 1.\n",
+    ),
     "longer than the model": (VLLM % (129, sys.executable), None, "Lower it, or set 0, what the model allows"),
     "no tokenizer": (
         "",
         lambda world, patch: (world.model / "tokenizer.json").unlink(),
         "(neither tokenizer.json nor tokenizer.model). Copy the tokenizer files of the model into this folder.\n",
+    ),
+    "a folder of any name": (
+        "model.path={folder}/a; b: c",
+        lambda world, patch: (shutil.move(world.model, world.folder / "a; b: c") / "tokenizer.json").unlink(),
+        "a; b: c: no tokenizer here (neither tokenizer.json nor tokenizer.model). Copy the tokenizer files",
     ),
     "no end token": ("", end_nowhere, "Mend the tokenizer's files in"),
     "data to evaluate on": (ELSEWHERE, None, "See eval.data.source.path; "),
@@ -186,10 +196,12 @@ def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_p
         spoil(world, monkeypatch)
     for dear in ("open_prompts", "run"):
         monkeypatch.setattr(train, dear, lambda *args: pytest.fail("begun"))
-    assert train.main(world.command(*re.split(" (?=[a-z.]+=)", override) if override else ())) == 2
+    settings = re.split(" (?=[a-z._]+=)", override.replace("{folder}", str(world.folder))) if override else ()
+    assert train.main(world.command(*settings)) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert told.count("\n") == 1
+    assert not told.endswith("..\n")
     assert says in told
     assert ("Give model.path a Hugging Face folder" in told) == (case == "no folder")
     assert not world.run_dir.exists()
@@ -422,6 +434,14 @@ def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
         statuses.append(doctor.memory_plan(cfg).status)
     assert statuses == ["ok", "fail", "fail"]
     assert own < sum(learner.parts(cfg).values())
+
+
+def test_engines_that_do_not_go_with_the_devices_have_a_remedy(world, monkeypatch):
+    monkeypatch.setattr(plan, "capacity", lambda: 2**40)
+    engine = {"name": "vllm", "memory": "auto", "tensor_parallel_size": 4}
+    line = doctor.memory_plan(world.changed(mesh={"fsdp": 2}, rollout={"engine": engine}).config)
+    assert line.found == "rollout.engine.tensor_parallel_size=4 does not divide the learner's 2 GPU(s)"
+    assert line.todo == "lower it, or name the engine's in rollout.engine.visible_gpus"
 
 
 def test_of_a_mesh_over_several_processes_the_devices_of_one_are_here(world):
