@@ -506,15 +506,14 @@ def ask(lines: Iterable[Check]) -> None:
 
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
-    """Yields the checks of a config that are slow or need the devices."""
-    if model_folder(cfg).status != "fail":
-        weights = list(quantized_weights(cfg))
-        yield from weights
-        layout = mesh(cfg)
-        yield layout
-        yield from engines(cfg)
-        if layout.status != "fail" and all(line.status == "ok" for line in weights):
-            yield memory_plan(_with_prompts(cfg))
+    """Yields the checks of a config with a sound model folder that are slow or need the devices."""
+    weights = list(quantized_weights(cfg))
+    yield from weights
+    layout = mesh(cfg)
+    yield layout
+    yield from engines(cfg)
+    if layout.status != "fail" and all(line.status == "ok" for line in weights):
+        yield memory_plan(_with_prompts(cfg))
 
 
 def _with_prompts(cfg: RunConfig) -> RunConfig:
@@ -562,7 +561,9 @@ def _machine_and_config(cfg: RunConfig | None) -> Iterator[Check]:
         yield run_folder(None)
         yield disk(None)
         return
-    yield from before_a_run(cfg)
+    for line in before_a_run(cfg):
+        computes &= (line.name, line.status) != ("model", "fail")
+        yield line
     if computes:
         yield from with_config(cfg)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -42,7 +43,9 @@ def report(capsys, *argv):
     return code, {line["name"]: line for line in told["checks"]}
 
 
-def test_a_sound_machine_and_config_pass(world, capsys):
+def test_a_sound_machine_and_config_pass(world, capsys, monkeypatch):
+    read = mock.Mock(wraps=doctor.model_folder)
+    monkeypatch.setattr(doctor, "model_folder", read)
     code, lines = report(capsys, *world.command())
     assert code == 0, [line for line in lines.values() if line["status"] == "fail"]
     assert "aqtp" in lines["packages"]["found"]
@@ -51,6 +54,7 @@ def test_a_sound_machine_and_config_pass(world, capsys):
     assert lines["quantized"]["found"] == "14 matrices w4a16:g32"
     assert lines["mesh"]["found"].endswith("1 of 8 device(s)")
     assert "masters" in lines["memory plan"]["found"]
+    assert read.call_count == 1
 
 
 def test_the_memory_plan_has_room_for_the_longest_prompt_and_no_more(tmp_path, monkeypatch):
