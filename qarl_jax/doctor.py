@@ -53,7 +53,7 @@ from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import processes, progress
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
-from qarl_jax.verify.machine import GIB, Check, Status, amount, check
+from qarl_jax.verify.machine import GIB, Check, Status, amount, check, failed
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def model_folder(cfg: RunConfig) -> Check:
         except UserError as error:
             if os.path.isfile(os.path.join(folder, "config.json")) and todo.startswith("give"):
                 todo = f"mend that file, or give {field} another model"
-            return Check(name="model", status="fail", found=str(error), todo=todo)
+            return failed("model", error, todo)
     model = models.read_config(cfg.model.path)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(models.split(models.abstract_model(model))[1]))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
@@ -247,7 +247,7 @@ def adapters(cfg: RunConfig) -> Iterator[Check]:
             yield Check(name="adapters", status="ok", found=f"{lora.init or 'fresh'}, {lora.words}")
         except UserError as error:
             todo = f"change {name}.targets or {name}.rank, or give {name}.init a PEFT folder of this model's adapters"
-            yield Check(name="adapters", status="fail", found=str(error), todo=todo)
+            yield failed("adapters", error, todo)
 
 
 def positions(cfg: RunConfig) -> Check:
@@ -259,8 +259,7 @@ def positions(cfg: RunConfig) -> Check:
         if isinstance(cfg.rollout.engine, VllmConfig):
             check_model(cfg.rollout.engine, model)
     except UserError as error:
-        found, _, todo = str(error).rpartition(": ")
-        return Check(name="positions", status="fail", found=found, todo=todo)
+        return failed("positions", error)
     found = f"prompt and response take at most {longest} tokens, the model has {known} positions"
     todo = "lower data.max_prompt_len or rollout.max_response_len, or take a model of longer context"
     return check("positions", longest <= known, found, todo, "warn")
@@ -273,13 +272,12 @@ def tokenizer(cfg: RunConfig) -> Check:
             loaded = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(loaded, cfg.model.path)
     except UserError as error:
-        found, _, todo = str(error).rstrip(".").partition("; ")
-        todo = todo or f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
-        return Check(name="tokenizer", status="fail", found=found, todo=todo)
+        todo = f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
+        return failed("tokenizer", error, todo)
     try:
         vocab = models.read_config(cfg.model.path).vocab_size
     except UserError as error:
-        return Check(name="model", status="fail", found=str(error), todo="name another folder in model.path")
+        return failed("model", error, "name another folder in model.path")
     return check(
         "tokenizer",
         len(loaded) <= vocab and bool(stop),
@@ -313,7 +311,7 @@ def rewards(cfg: RunConfig) -> Iterator[Check]:
             start().close()
             yield Check(name=name, status="ok", found="it starts")
         except UserError as error:
-            yield Check(name=name, status="fail", found=str(error), todo="mend it, and start again")
+            yield failed(name, error)
 
 
 def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
@@ -358,7 +356,7 @@ def mesh(cfg: RunConfig) -> Check:
     try:
         made = build.make_mesh(cfg)
     except UserError as error:
-        return Check(name="mesh", status="fail", found=str(error), todo="lower the mesh.* sizes")
+        return failed("mesh", error, "lower the mesh.* sizes")
     used, total = made.devices.size, len(jax.devices())
     found = " x ".join(f"{axis}={size}" for axis, size in made.shape.items()) + f", {used} of {total} device(s)"
     return check("mesh", used == total, found, "set one of the mesh.* sizes to -1 to use all devices", "warn")
@@ -378,8 +376,7 @@ def memory_plan(cfg: RunConfig) -> Check:
         try:
             _, made = choose.settle(cfg, size)
         except UserError as error:
-            said, _, todo = str(error).partition(". ")
-            return Check(name="memory plan", status="fail", found=said, todo=todo)
+            return failed("memory plan", error)
         assert made is not None
         return Check(name="memory plan", status="ok", found="; ".join(line.strip() for line in made.lines()))
     sizes = learner.parts(cfg)
@@ -509,15 +506,14 @@ def ask(lines: Iterable[Check]) -> None:
 
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
-    """Yields the checks of a config that are slow or need the devices."""
-    if model_folder(cfg).status != "fail":
-        weights = list(quantized_weights(cfg))
-        yield from weights
-        layout = mesh(cfg)
-        yield layout
-        yield from engines(cfg)
-        if layout.status != "fail" and all(line.status == "ok" for line in weights):
-            yield memory_plan(_with_prompts(cfg))
+    """Yields the checks of a config with a sound model folder that are slow or need the devices."""
+    weights = list(quantized_weights(cfg))
+    yield from weights
+    layout = mesh(cfg)
+    yield layout
+    yield from engines(cfg)
+    if layout.status != "fail" and all(line.status == "ok" for line in weights):
+        yield memory_plan(_with_prompts(cfg))
 
 
 def _with_prompts(cfg: RunConfig) -> RunConfig:
@@ -565,7 +561,9 @@ def _machine_and_config(cfg: RunConfig | None) -> Iterator[Check]:
         yield run_folder(None)
         yield disk(None)
         return
-    yield from before_a_run(cfg)
+    for line in before_a_run(cfg):
+        computes &= (line.name, line.status) != ("model", "fail")
+        yield line
     if computes:
         yield from with_config(cfg)
 

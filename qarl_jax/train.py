@@ -97,8 +97,8 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
 
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None
-            record = step_metrics.rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
-            record |= learned.metrics | published | (run.begun if step == run.start else {})
+            record = step_metrics.rollout_metrics(collected.sampled, collected.parts, relative, run.tokenizer)
+            record |= collected.metrics | learned.metrics | published | (run.begun if step == run.start else {})
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"), recompiles.paused():
                     record |= run.evaluate(done)

@@ -219,7 +219,15 @@ class UserError(Exception):
     """Something the user can fix: bad config, file, shape or environment.
 
     Entry points print its message and exit with code 2; nothing on disk is lost.
+
+    Args:
+      fault: what is wrong. remedy: what to do; empty: none is told. The attributes have no full stop.
+      between: joins the two in the message.
     """
+
+    def __init__(self, fault: object = "", remedy: str = "", between: str = "; "):
+        super().__init__(f"{fault}{between}{remedy}" if remedy else fault)
+        self.fault, self.remedy = str(fault).rstrip("."), remedy.rstrip(".")
 
 
 class AbsentError(UserError):

@@ -3,8 +3,9 @@
 """Strict JAX for every test: 8 simulated devices, no silent promotion, no silent broadcasting over ranks.
 
 Eight devices on two cores need patience. A simulated device that reaches a collective blocks one thread of XLA's pool
-until all eight are there, and XLA ends the process when one is 40 s late; a pool of one thread per device (the default)
-leaves none for whatever else has to run before the last can arrive. So: more threads, and longer limits.
+until all eight are there, and XLA ends the process when one is 60 s late: 20 s until it warns, and 40 s more. A pool of
+one thread per device (the default) leaves none for whatever else has to run before the last can arrive. So: more
+threads, and longer limits. `benchmarks/sessions/tp/common.sh` sets them, too.
 """
 
 import collections

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -42,7 +43,9 @@ def report(capsys, *argv):
     return code, {line["name"]: line for line in told["checks"]}
 
 
-def test_a_sound_machine_and_config_pass(world, capsys):
+def test_a_sound_machine_and_config_pass(world, capsys, monkeypatch):
+    read = mock.Mock(wraps=doctor.model_folder)
+    monkeypatch.setattr(doctor, "model_folder", read)
     code, lines = report(capsys, *world.command())
     assert code == 0, [line for line in lines.values() if line["status"] == "fail"]
     assert "aqtp" in lines["packages"]["found"]
@@ -51,6 +54,7 @@ def test_a_sound_machine_and_config_pass(world, capsys):
     assert lines["quantized"]["found"] == "14 matrices w4a16:g32"
     assert lines["mesh"]["found"].endswith("1 of 8 device(s)")
     assert "masters" in lines["memory plan"]["found"]
+    assert read.call_count == 1
 
 
 def test_the_memory_plan_has_room_for_the_longest_prompt_and_no_more(tmp_path, monkeypatch):
@@ -158,11 +162,21 @@ TOLD_FIRST = {
     "no folder of a critic": (f"{CRITIC}, path: /nowhere}}", None, "Give critic.path a Hugging Face folder"),
     "no config": ("", break_the_config, "Mend that file, or give model.path another model"),
     "cut weights": ("", cut_the_weights, "Get the model of model.path again"),
+    "shards": (
+        f"{VLLM % (128, sys.executable)} rollout.engine.tensor_parallel_size=4",
+        None,
+        "tensor_parallel_size=4: 2 heads of keys and 128 inner features are not shared evenly. Set it to 1.\n",
+    ),
     "longer than the model": (VLLM % (129, sys.executable), None, "Lower it, or set 0, what the model allows"),
     "no tokenizer": (
         "",
         lambda world, patch: (world.model / "tokenizer.json").unlink(),
         "(neither tokenizer.json nor tokenizer.model). Copy the tokenizer files of the model into this folder.\n",
+    ),
+    "a folder of any name": (
+        "model.path={folder}/a; b: c",
+        lambda world, patch: (shutil.move(world.model, world.folder / "a; b: c") / "tokenizer.json").unlink(),
+        "a; b: c: no tokenizer here (neither tokenizer.json nor tokenizer.model). Copy the tokenizer files",
     ),
     "no end token": ("", end_nowhere, "Mend the tokenizer's files in"),
     "data to evaluate on": (ELSEWHERE, None, "See eval.data.source.path; "),
@@ -186,10 +200,12 @@ def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_p
         spoil(world, monkeypatch)
     for dear in ("open_prompts", "run"):
         monkeypatch.setattr(train, dear, lambda *args: pytest.fail("begun"))
-    assert train.main(world.command(*re.split(" (?=[a-z.]+=)", override) if override else ())) == 2
+    settings = re.split(" (?=[a-z._]+=)", override.replace("{folder}", str(world.folder))) if override else ()
+    assert train.main(world.command(*settings)) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert told.count("\n") == 1
+    assert not told.endswith("..\n")
     assert says in told
     assert ("Give model.path a Hugging Face folder" in told) == (case == "no folder")
     assert not world.run_dir.exists()
@@ -422,6 +438,14 @@ def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
         statuses.append(doctor.memory_plan(cfg).status)
     assert statuses == ["ok", "fail", "fail"]
     assert own < sum(learner.parts(cfg).values())
+
+
+def test_engines_that_do_not_go_with_the_devices_have_a_remedy(world, monkeypatch):
+    monkeypatch.setattr(plan, "capacity", lambda: 2**40)
+    engine = {"name": "vllm", "memory": "auto", "tensor_parallel_size": 4}
+    line = doctor.memory_plan(world.changed(mesh={"fsdp": 2}, rollout={"engine": engine}).config)
+    assert line.found == "rollout.engine.tensor_parallel_size=4 does not divide the learner's 2 GPU(s)"
+    assert line.todo == "lower it, or name the engine's in rollout.engine.visible_gpus"
 
 
 def test_of_a_mesh_over_several_processes_the_devices_of_one_are_here(world):

@@ -183,12 +183,12 @@ SUITES: dict[str, Suite] = {
 }
 
 
-def overrides(name: str, file: str | None = None, preset: str = "greedy", least: int = 0) -> list[str]:
+def overrides(name: str, file: str | None = None, preset: str = "greedy") -> list[str]:
     """Returns a suite as overrides of a run's config; the user's own overrides come after these.
 
     Args:
       name: key of `SUITES`. file: its questions (jsonl, json or parquet); None: where `make data` puts them.
-      preset: one of `PRESETS`. least: the run's limit on a response, in tokens, if it is above the suite's.
+      preset: one of `PRESETS`.
 
     Raises:
       UserError: no such suite or preset, or no file.
@@ -207,8 +207,7 @@ def overrides(name: str, file: str | None = None, preset: str = "greedy", least:
     where = suite.where if os.path.basename(path) == os.path.basename(suite.file) else {}
     source = {"name": kind, "path": path, "where": where, "leave_out": list(suite.leave_out)}
     data = {"source": source, "template": "chat", "system": suite.system, "max_prompt_len": 4096, "holdout": 0.0}
-    limit = max(suite.max_response_len, least)
-    sampling = suite.sampling(preset) | {"num_prompts": 0, "data": data, "max_response_len": limit}
+    sampling = suite.sampling(preset) | {"num_prompts": 0, "data": data, "max_response_len": suite.max_response_len}
     return [
         f"reward={json.dumps(REWARDS[suite.rule] | suite.judge)}",
         *(f"eval.{key}={json.dumps(value)}" for key, value in sampling.items()),

@@ -39,8 +39,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     names = set(os.listdir(folder))
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
         raise AbsentError(
-            f"{folder}: no tokenizer here (neither tokenizer.json nor tokenizer.model); copy the tokenizer files of the"
-            " model into this folder."
+            f"{folder}: no tokenizer here (neither tokenizer.json nor tokenizer.model)",
+            "copy the tokenizer files of the model into this folder.",
         )
     try:
         if "tokenizer.json" in names:
@@ -56,7 +56,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"{folder}: cannot read the tokenizer: {reason}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{folder}: the tokenizer has no eos_token, so no response could ever end; set it in its config."
+            f"{folder}: the tokenizer has no eos_token, so no response could ever end", "set it in its config."
         )
     tokenizer.ends = stop_token_ids(tokenizer, folder)
     return tokenizer

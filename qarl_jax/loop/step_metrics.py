@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qarl_jax import metrics
+from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Metric
 from qarl_jax.observe import error_tokens, recorder, terminal
@@ -83,13 +84,19 @@ def graded(groups: Sequence[RolloutGroup]) -> np.ndarray:
 
 
 def rollout_metrics(
-    groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
+    groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None, tokenizer: Tokenizer
 ) -> dict[str, float]:
     """Measures sampled responses and their rewards. `advantages`: of each response in its group; None with a critic."""
     rewards, valid = graded(groups), np.concatenate([group.valid for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     whole = [completion for completion, kept in zip(completions, valid, strict=True) if kept] or completions
     lengths = np.array([int(completion.drawn.sum()) for completion in whole])
+    texts = [text for group in groups for text in group.texts]
+    said = [
+        decode(tokenizer, np.array(completion.tokens)[completion.drawn].tolist()) if completion.turns else text
+        for completion, text, kept in zip(completions, texts, valid, strict=False)
+        if kept
+    ]
     drawn_under = [completion.policy_version for completion in completions if completion.versions]
     return {
         "reward/mean": float(rewards.mean()),
@@ -108,9 +115,7 @@ def rollout_metrics(
         "response/tokens": float(lengths.sum()),
         **_turn_metrics(completions),
         **_source_metrics(groups),
-        **error_tokens.text_metrics(
-            [np.array(c.tokens)[c.drawn] for c in whole], [t for group in groups for t in group.texts]
-        ),
+        **error_tokens.text_metrics([np.array(c.tokens)[c.drawn] for c in whole], said),
     }
 
 

@@ -79,7 +79,7 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     cfg = with_engines(given)
     found = search(on_a_gpu(cfg), size, automatic(on_a_gpu(cfg), size))  # JAX is not asked whether it is one
     if found is None:
-        raise UserError(refusal(given, size))
+        raise refusal(given, size)
     choice, plan = found
     return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=(*choice.lines(), *_undivided(cfg)))
 
@@ -113,8 +113,9 @@ def with_engines(cfg: RunConfig) -> RunConfig:
         if hosts > 1:
             whose, other = "a process's", "start fewer processes, each with more GPUs (distributed.local_devices)"
         raise UserError(
-            f"rollout.engine.tensor_parallel_size={shards} does not divide {whose} {devices} GPU(s): lower it, or"
-            f" {other}"
+            f"rollout.engine.tensor_parallel_size={shards} does not divide {whose} {devices} GPU(s)",
+            f"lower it, or {other}",
+            ": ",
         )
     replicas = devices // shards
     if cfg.distributed.is_on:  # each process knows its own GPUs
@@ -198,8 +199,8 @@ _TRANSPORT = "rollout.engine.transport"
 _NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
 
 
-def refusal(cfg: RunConfig, size: int) -> str:
-    """Returns the error message of a run that does not fit: the missing memory, and overrides that make it fit.
+def refusal(cfg: RunConfig, size: int) -> UserError:
+    """Returns the error of a run that does not fit: the missing memory, and overrides that make it fit.
 
     Of settings on all devices and on fewer, the cheaper ones are named.
     """
@@ -217,7 +218,8 @@ def refusal(cfg: RunConfig, size: int) -> str:
             _, plan = settle(replaced(cfg, overrides), size)
             assert plan is not None
             advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. {advice}"
-    return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
+    missing = min(plans, key=lambda plan: plan.missing).words()
+    return UserError(f"This run does not fit the device: {missing}", advice, ". ")
 
 
 def _on_fewer(cfg: RunConfig, size: int) -> _Remedy | None:

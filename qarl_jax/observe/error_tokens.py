@@ -180,7 +180,7 @@ def text_metrics(responses: Sequence[Sequence[int]], texts: Sequence[str]) -> di
     half) and `text/zlib_ratio` (mean over non-empty texts); each is 0 without data.
 
     Args:
-      responses: token ids of each response. texts: the decoded responses.
+      responses: token ids of each response. texts: their text. Both are what the policy drew, without observations.
     """
     shares = np.array([repeated_share(tokens) for tokens in responses])
     ratios = [zlib_ratio(text) for text in texts if text]

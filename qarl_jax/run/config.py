@@ -324,8 +324,8 @@ class RunConfig:
         if shards > 0 and self.micro_batch_rows % shards:
             raise UserError(
                 f"train.micro_batch_rows={self.micro_batch_rows} is not a multiple of mesh.data x mesh.fsdp ="
-                f" {shards}, over which the rows are split; set it to"
-                f" {-(-self.micro_batch_rows // shards) * shards}, or to auto."
+                f" {shards}, over which the rows are split",
+                f"set it to {-(-self.micro_batch_rows // shards) * shards}, or to auto.",
             )
         engine = self.rollout.engine
         if isinstance(engine, VllmConfig) and self.distributed.is_on:

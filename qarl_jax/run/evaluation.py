@@ -338,13 +338,16 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _config(args: argparse.Namespace, suite: str | None, view: str, least: int = 0) -> RunConfig:
-    """The config of --config, else that of the run of --checkpoint, with every override. least: see `overrides`."""
+def _config(args: argparse.Namespace, suite: str | None, view: str) -> RunConfig:
+    """The config of --config, else that of the run of --checkpoint, with every override.
+
+    A run's limit on responses takes the place of a suite's shorter one.
+    """
     overrides = [f"model.path={args.model}"] if args.model else []
     overrides += [f"rollout.engine.name={args.engine}"] if args.engine else []
     if suite:
         name, _, preset = suite.partition(":")
-        overrides += suites.overrides(name, args.suite_data, preset or args.preset, least)
+        overrides += suites.overrides(name, args.suite_data, preset or args.preset)
     overrides += [*views.overrides(view), *args.overrides]
     if args.config:
         if not (args.checkpoint or args.model) and Path(args.config, "run.json").exists():
@@ -352,16 +355,22 @@ def _config(args: argparse.Namespace, suite: str | None, view: str, least: int =
                 f"{args.config} is a run: --checkpoint {args.config} evaluates its policy, and"
                 f" {Path(args.config, 'config.yaml')} the model that it began with."
             )
-        return config.load(args.config, overrides)
-    if args.checkpoint:
-        cfg, share = stamp.config_of(args.checkpoint, overrides), stamp.config_of(args.checkpoint).data.holdout
+        cfg = config.load(args.config, overrides)
+    elif args.checkpoint:
+        cfg, saved = stamp.config_of(args.checkpoint, overrides), stamp.of(args.checkpoint)
+        assert saved is not None
+        share = saved["config"]["data"]["holdout"]
         if cfg.eval.data is None and cfg.data.holdout > share:
             raise UserError(
                 f"data.holdout={cfg.data.holdout:g} is above the run's {share:g}, and so holds prompts that it was"
                 " trained on; lower it, or name other data in eval.data."
             )
-        return cfg
-    raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
+    else:
+        raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
+    if suite and not any(override.startswith("eval.max_response_len=") for override in args.overrides):
+        limit = max(cfg.eval.max_response_len, cfg.rollout.max_response_len)
+        cfg = config.replaced(cfg, {"eval.max_response_len": limit})
+    return cfg
 
 
 def _out(path: Path | None, *several: str) -> Path | None:
@@ -408,8 +417,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     asked = [(name, view) for name in names for view in args.view.split(",")]
     cfgs = [_config(args, name, view) for name, view in asked]
-    limit = cfgs[0].rollout.max_response_len
-    cfgs = [_config(args, name, view, limit) if name else cfg for cfg, (name, view) in zip(cfgs, asked, strict=True)]
     if ("difficulty" in args.view.split(",")) != bool(args.base):
         raise UserError(
             "--view difficulty and --base FILE.jsonl go together: the base policy's responses say the level."

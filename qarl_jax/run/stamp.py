@@ -40,17 +40,20 @@ _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a ru
 
 def make(cfg: RunConfig, profile: str) -> dict[str, Any]:
     """Makes the stamp of a run, to be saved in a checkpoint's JSON. profile: the learner's resolved arithmetic."""
-    stamp = {"config": _plain(cfg), "numerics": {"profile": profile}, "model": _model(cfg)}
-    return stamp if cfg.lora is None else stamp | {"base": _base(cfg), "start": _start(cfg)}
+    stamp = {"config": _plain(cfg), "numerics": {"profile": profile}, "model": _model(cfg), "base": _base(cfg)}
+    return stamp if cfg.lora is None else stamp | {"start": _start(cfg)}
 
 
 def _model(cfg: RunConfig) -> str:
-    """The mark of the model folder: its json, jinja and safetensors files; empty: the folder has none."""
-    return on_disk.sampled(pathlib.Path(cfg.model.path), "*.json", "*.jinja", "*.safetensors")
+    """The mark of the model folder without its weights: its json and jinja files; empty: the folder has none."""
+    return on_disk.sampled(pathlib.Path(cfg.model.path), "*.json", "*.jinja")
 
 
 def _base(cfg: RunConfig) -> str:
-    """The mark of the frozen base, which no checkpoint holds; empty: it is drawn, or not there."""
+    """The mark of the folder's weights, from which a run starts; empty: they are drawn, or not there.
+
+    Under LoRA they are the frozen base, which no checkpoint holds.
+    """
     drawn = cfg.model.init == "random"
     return "" if drawn else on_disk.sampled(pathlib.Path(cfg.model.path), "*.safetensors")
 
@@ -167,8 +170,8 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     old, new = (_flat(tree) | _adapters(tree, anchored) for tree in (found["config"], _plain(cfg)))
     before, now = _policy(old), _policy(new)
     other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
-    if "model.path" in other and found.get("model") == _model(cfg):  # an equal folder elsewhere
-        other.remove("model.path")
+    if "model.path" in other and found.get("model") == _model(cfg) and found.get("base", "") == _base(cfg):
+        other.remove("model.path")  # an equal folder elsewhere
     held = [f"{key} {old[key]} -> {new[key]}" for key in other]
     if any(old.get(key) != new[key] for key in ("quant.engine", "rollout.engine.name")):
         was, planned = numerics_of(found), config.on_a_gpu(cfg) if on_gpu else cfg

@@ -24,6 +24,7 @@ from qarl_jax import quant
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import w8a8
 from qarl_jax.rewards import jail
+from qarl_jax.types import UserError
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -64,6 +65,11 @@ def check(name: str, good: bool, found: str, todo: str, otherwise: Status = "fai
     if good:
         return Check(name=name, status="ok", found=found)
     return Check(name=name, status=otherwise, found=found, todo=todo)
+
+
+def failed(name: str, error: UserError, todo: str = "mend it, and start again") -> Check:
+    """Makes a check that failed by an error; `todo` is for one without a remedy of its own."""
+    return Check(name=name, status="fail", found=error.fault, todo=error.remedy or todo)
 
 
 def python_version() -> Check:

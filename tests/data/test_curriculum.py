@@ -184,11 +184,11 @@ def test_each_source_has_its_own_reward_and_metrics():
     groups = [
         group_of((completion([4]), completion([5])), r, prompt=source.prompt(i)) for i, r in ((0, (1, 0)), (1, (1, 1)))
     ]
-    numbers = rollout_metrics(groups, {}, None)
+    numbers = rollout_metrics(groups, {}, None, None)
     assert (numbers["source/math/reward"], numbers["source/code/reward"]) == (0.5, 1.0)
     assert numbers["source/math/share"] == 0.5
     terms = {"exact": np.array([1, 0, np.nan, np.nan]), "exact#2": np.array([np.nan, np.nan, 1, 1])}
-    numbers = rollout_metrics(groups, terms, None)
+    numbers = rollout_metrics(groups, terms, None, None)
     assert (numbers["reward/exact"], numbers["reward/exact#2"]) == (0.5, 1)
     assert dynamic_sampling.informative(groups, terms, "exact").tolist() == [True, False]
     assert dynamic_sampling.informative(groups, terms, "exact#2").tolist() == [True, False]

@@ -7,6 +7,7 @@ import json
 import pathlib
 import pickle
 import zlib
+from unittest import mock
 
 import pytest
 
@@ -104,9 +105,12 @@ def test_presets_are_the_papers_and_the_users_override_wins(tmp_path):
     assert load("gsm8k", path, extra=["eval.max_response_len=64"]).eval.max_response_len == 64
 
 
-@pytest.mark.parametrize(("own", "limit"), [([], 1500), (["eval.max_response_len=64"], 64)])
+@pytest.mark.parametrize(
+    ("own", "limit"), [([], 1500), (["eval.max_response_len=64"], 64), (["eval.max_response_len=0"], 0)]
+)
 def test_responses_may_be_as_long_as_the_runs_unless_told_otherwise(tmp_path, monkeypatch, own, limit):
-    limits = []
+    limits, load = [], mock.Mock(wraps=config.load)
+    monkeypatch.setattr(config, "load", load)
 
     def run(*cfgs, **_):
         limits.extend(cfg.eval.max_response_len for cfg in cfgs)
@@ -116,7 +120,7 @@ def test_responses_may_be_as_long_as_the_runs_unless_told_otherwise(tmp_path, mo
     asked = ["--suite", "gsm8k", "--suite-data", str(questions(tmp_path, GSM))]
     longer = ["rollout.max_response_len=1500", "rollout.engine.max_model_len=0"]
     assert evaluation.main(["--config", str(CONFIG), *asked, *longer, *own]) == 2
-    assert limits == [limit]
+    assert (limits, load.call_count) == ([limit], 1)
 
 
 def test_minerva_and_olympiadbench_are_judged_with_their_own_errors(tmp_path):

@@ -91,6 +91,17 @@ def test_the_workbench_runs_every_objective_and_its_teacher(bash, tmp_path):
     assert ["kl.reference=" in line for line in said if "arm=" in line] == [False] * 6 + [True]
 
 
+def test_simulated_devices_of_a_session_have_the_patience_of_those_of_the_tests():
+    common = ROOT / "benchmarks/sessions/tp/common.sh"
+    assert [file for file in ROOT.glob("benchmarks/**/*.sh") if "device_count" in file.read_text()] == [common]
+    script = f"source {common} && simulated 8 && echo $PJRT_NPROC $XLA_FLAGS"
+    said = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
+    threads, *flags = said.split()
+    assert threads == os.environ["PJRT_NPROC"]
+    assert len(flags) == 3
+    assert set(flags) <= set(os.environ["XLA_FLAGS"].split())
+
+
 @pytest.mark.parametrize(("mib", "fraction"), [("81559", "0.352"), ("143771", "0.199")], ids=["H100", "H200"])
 def test_32b_in_60_gib_gives_jax_28_on_any_gpu(tmp_path, mib, fraction):
     """The plan refuses a pool of a fifth of 80 GB: it is too small for the learner."""

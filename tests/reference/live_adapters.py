@@ -8,12 +8,15 @@ Prints one JSON object, the findings. The engine's layers are compared with the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import sys
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 from qarl_bridge.client import sender
 from qarl_bridge.engine.adapters import Adapters
 from qarl_bridge.engine.engine import VllmEngine
@@ -26,7 +29,7 @@ from qarl_jax.verify import ladder
 from tests.reference import quant_reference as ref
 from tests.reference.live_engine import DRAWS, KEY, MODEL, expected_of, serve
 
-RANK = 4
+RANK = 16
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a fused layer, k has none
 NORM = "model.layers.2.input_layernorm.weight"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -58,8 +61,8 @@ class Trainer:
         version = messages.Version(run_id="run", incarnation=1, step=self.steps)
         self.steps += 1
         identity: dict[str, Any] = {"version": version, "model": self._facts.model, "scheme": self._facts.scheme}
-        held = sender.stage(named.items(), over=over, **identity)
-        return held, self.client.publish(held, readback=readback)
+        staged = sender.stage(named.items(), over=over, **identity)
+        return staged, self.client.publish(staged, readback=readback)
 
     def draw(self, temperature: float = 0.0) -> list[Any]:
         """The tokens and log-probs of one draw, with the version's step."""
@@ -112,10 +115,26 @@ def differing(trainer: Trainer, published: Tensors) -> tuple[int, int]:
     return wrong, count
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class Mallinfo2(ctypes.Structure):
+    """What glibc's allocator says of itself."""
+
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+def held() -> int:
+    """Bytes that this process has allocated and not freed, and those of shared memory that it maps.
+
+    Not its size in memory: Python takes 1 MiB at a time, and glibc gives back what is free when it likes.
+    """
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Mallinfo2
+    said = libc.mallinfo2()
+    with open("/proc/self/maps") as file:
+        places = [line.split()[0] for line in file if line.split()[1].endswith("s")]
+    ends = [[int(end, 16) for end in place.split("-")] for place in places]
+    return said.uordblks + said.hblkhd + sum(last - first for first, last in ends)
 
 
 def slots(engine: VllmEngine) -> set[int]:
@@ -128,14 +147,18 @@ def in_a_row(
     trainer: Trainer, engine: VllmEngine, expected: Any, norm: np.ndarray, base: sender.Version, publishes: int
 ) -> dict[str, Any]:
     """Many publishes, each of which is drawn from."""
-    found: dict[str, Any] = {"versions": [], "rss": [], "files": [], "load_s": [], "readback_s": []}
+    found: dict[str, Any] = {"versions": [], "held": [], "files": [], "load_s": [], "readback_s": []}
     places = slots(engine)
+    least = min(tensor.nbytes for name, tensor in some(expected, norm, 0).items() if adapters.is_adapter(name))
+    before, kept = held(), [torch.empty(least, dtype=torch.uint8) for _ in range(100)]
+    found |= {"least": least, "seen": held() - before, "kept": len(kept)}
+    del kept
     for number in range(publishes):
-        held, report = trainer.publish(some(expected, norm, number), base, "sampled")
-        held.close()
-        found["versions"] += {one[2] - held.manifest.version.step for one in trainer.draw()}
+        staged, report = trainer.publish(some(expected, norm, number), base, "sampled")
+        staged.close()
+        found["versions"] += {one[2] - staged.manifest.version.step for one in trainer.draw()}
         places |= slots(engine)
-        found["rss"].append(resident())
+        found["held"].append(held())
         found["files"].append(len(os.listdir("/proc/self/fd")))
         found["load_s"].append(report["load_s"])
         found["readback_s"].append(report["readback_s"])

@@ -14,7 +14,7 @@ from qarl_jax import data, models, train
 from qarl_jax.data import packing
 from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
-from qarl_jax.observe import recorder, run_data
+from qarl_jax.observe import error_tokens, recorder, run_data
 from qarl_jax.observe.run_data import RunData
 from qarl_jax.rewards import Grader, environment, exact, total
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling, turns
@@ -281,7 +281,7 @@ def test_observed_tokens_are_masked_from_the_loss_and_count_nowhere(tokenizer):
     assert packed.batch.advantages.sum() == 6 * 2 + 3 * 3 + 2 * 5
     same = packing.pack([group], np.array([[2.0, 5.0]]), row_len=20)  # one number for all turns
     np.testing.assert_array_equal(same.batch.advantages[first.row, first.response][row], np.full(9, 2.0))
-    numbers = rollout_metrics([group], {}, np.zeros((1, 2, 2)))
+    numbers = rollout_metrics([group], {}, np.zeros((1, 2, 2)), tokenizer)
     assert (numbers["response/length_mean"], numbers["turns/mean"], numbers["turns/observed_tokens"]) == (5.5, 1.5, 1.5)
     assert numbers["reward/zero_advantage_groups"] == 1
 
@@ -294,8 +294,10 @@ def test_repetitions_are_those_of_the_policy_in_responses_that_did_not_fail(toke
     episode = dataclasses.replace(said, tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), turns=(first, moved))
     failed = dataclasses.replace(dynamic_sampling.emptied(said), finish_reason="abort")
     group, _ = graded(tokenizer, [episode, failed], environment.Config())
-    numbers = rollout_metrics([group], {}, None)
+    numbers = rollout_metrics([group], {}, None, tokenizer)
     assert (numbers["text/repeated"], numbers["text/loops"], numbers["turns/observed_tokens"]) == (0, 0, gap)
+    drawn = tokenizer.decode([token for turn in episode.turns for token in tokens[turn.start : turn.end]][:-1])
+    assert numbers["text/zlib_ratio"] == error_tokens.zlib_ratio(drawn)  # the last token ends the response
 
 
 def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
@@ -309,7 +311,10 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     of_all = dataclasses.replace(group, completions=(*newer, failed), rewards=group.rewards[:3], texts=group.texts[:3])
     numbers, without = (
         rollout_metrics(
-            [dataclasses.replace(of_all, completions=of_all.completions[:n], rewards=of_all.rewards[:n])], {}, None
+            [dataclasses.replace(of_all, completions=of_all.completions[:n], rewards=of_all.rewards[:n])],
+            {},
+            None,
+            tokenizer,
         )
         for n in (3, 2)
     )
@@ -317,7 +322,8 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     assert (numbers["reward/mean"], numbers["turns/failed"]) == (0.5, 1 / 3)
     left = {key: value for key, value in numbers.items() if not key.startswith("turns/")}
     assert left == {key: value for key, value in without.items() if not key.startswith("turns/")}
-    assert "rollout/version" not in rollout_metrics([dataclasses.replace(of_all, completions=(failed,) * 3)], {}, None)
+    none = dataclasses.replace(of_all, completions=(failed,) * 3)
+    assert "rollout/version" not in rollout_metrics([none], {}, None, tokenizer)
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
     _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)

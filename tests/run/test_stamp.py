@@ -3,7 +3,9 @@
 """A saved policy keeps the settings that made it: a later start cannot rewrite them, and every verb reads them."""
 
 import json
+import pathlib
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -213,12 +215,28 @@ def test_each_step_is_read_with_the_settings_that_made_it(tmp_path):
     assert stamp.config_of(world.run_dir) == world.config
 
 
+def test_an_evaluation_reads_a_checkpoints_config_once(worlds, monkeypatch):
+    read = mock.Mock(wraps=config.from_dict)
+    monkeypatch.setattr(config, "from_dict", read)
+    monkeypatch.setattr(evaluation, "run", mock.Mock(side_effect=UserError("enough")))
+    assert evaluation.main(["--checkpoint", str(worlds["jax"].run_dir)]) == 2
+    assert read.call_count == 1
+
+
 def test_settings_that_this_version_added_are_no_change(tmp_path):
     world = tiny.World(tmp_path)
     found = {"step": 1, "config": stamp._plain(world.config), "numerics": {"profile": "plain"}}
     del found["config"]["rollout"]["temperature"], found["config"]["quant"]["kernels"]
     other = world.changed(quant={"forward": "w8a8"}, train={"steps": 9}, log={"view": "lines"}).config
     assert stamp.changes(other, found) == ["quant.forward w4a16:g32 -> w8a8", "train.steps 2 -> 9"]
+
+
+def test_weights_are_read_for_a_stamp_once(tmp_path, monkeypatch):
+    cfg = tiny.World(tmp_path).changed(lora={"rank": 8}, optimizer={"name": "adamw"}).config
+    opened, read = [], pathlib.Path.open
+    monkeypatch.setattr(pathlib.Path, "open", lambda self, *mode: opened.append(self.name) or read(self, *mode))
+    assert stamp.make(cfg, "plain")["base"]
+    assert opened.count("model.safetensors") == 1
 
 
 def test_adapters_go_on_upon_the_base_that_they_learned_on_alone(tmp_path):

@@ -25,6 +25,12 @@ limited() {
   }
 }
 
+# simulated COUNT: devices of the CPU. XLA ends a process when one of them is 60 s late, as on busy cores.
+simulated() {
+  export PJRT_NPROC=16 XLA_FLAGS="--xla_force_host_platform_device_count=$1 \
+--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=240"
+}
+
 # on CARDS COMMAND...: the learner sees these alone. A CPU has none.
 on() {
   local cards=$1

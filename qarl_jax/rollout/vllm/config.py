@@ -183,7 +183,9 @@ def check_model(config: Config, model: ModelConfig) -> None:
     if beyond and config.started and config.engine == "vllm":
         raise UserError(
             f"rollout.engine.max_model_len={config.max_model_len} is more than the model's {positions} positions"
-            " (max_position_embeddings in its config.json): lower it, or set 0, what the model allows"
+            " (max_position_embeddings in its config.json)",
+            "lower it, or set 0, what the model allows",
+            ": ",
         )
     _check_shards(config, model)
     check_splitting(model)
@@ -198,9 +200,10 @@ def check_splitting(model: ModelConfig) -> None:
         scheme = model.scheme_of(path)
         if scheme is None or scheme.wire is None or scheme.wire.format not in formats.ASYMMETRIC:
             raise UserError(
-                f"vLLM has no layer for {model.describe(path)} in {scheme or 'bf16'}, whose channels are split: take a"
-                " scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the folder"
-                " that `qarl export --format hf` makes of the model."
+                f"vLLM has no layer for {model.describe(path)} in {scheme or 'bf16'}, whose channels are split",
+                "take a scheme with zero points (w2a16_asym), the embedded sampler (rollout.engine.name=jax), or the"
+                " folder that `qarl export --format hf` makes of the model.",
+                ": ",
             )
 
 
@@ -213,13 +216,15 @@ def _check_tables(config: Config, model: ModelConfig) -> None:
     weight = f"{model.describe(coded[0])} in {model.scheme_of(coded[0])}"
     if config.arithmetic == "vllm":
         raise UserError(
-            f"vLLM's own kernels compute {weight} otherwise than the learner: drop rollout.engine.arithmetic=vllm, or"
-            " leave the weight in bf16 (quant.rules)."
+            f"vLLM's own kernels compute {weight} otherwise than the learner",
+            "drop rollout.engine.arithmetic=vllm, or leave the weight in bf16 (quant.rules).",
+            ": ",
         )
     if model.numerics.profile == "cuda" and model.hidden_size % split_k.STEP:
         raise UserError(
-            f"on CUDA the bridge reads {weight} by {split_k.STEP} inputs at a time, and it has {model.hidden_size}:"
-            " leave it in bf16 (quant.rules), or sample with the embedded sampler (rollout.engine.name=jax)."
+            f"on CUDA the bridge reads {weight} by {split_k.STEP} inputs at a time, and it has {model.hidden_size}",
+            "leave it in bf16 (quant.rules), or sample with the embedded sampler (rollout.engine.name=jax).",
+            ": ",
         )
 
 
@@ -235,7 +240,7 @@ def _check_shards(config: Config, model: ModelConfig) -> None:
     else:
         why = _cut_group(shards, model)
     if why:
-        raise UserError(f"rollout.engine.tensor_parallel_size={shards}: {why}; set it to 1")
+        raise UserError(f"rollout.engine.tensor_parallel_size={shards}: {why}", "set it to 1")
 
 
 def _cut_group(shards: int, model: ModelConfig) -> str:

@@ -8,7 +8,7 @@ compare() {
   local responses=$1 length=$2 updates=$3 steps=$4 shapes=30b-a3b gpus=0,1,2,3 cards=4 case more=()
   shift 4
   [ -z "$TINY" ] || {
-    export XLA_FLAGS=--xla_force_host_platform_device_count=2
+    simulated 2
     responses=16 length=8 shapes=tiny-moe cards=2
     more=(model.attention=xla rollout.engine.kv_cache_gb=0.1 rollout.engine.threads=1)
   }

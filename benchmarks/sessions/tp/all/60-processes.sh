@@ -7,12 +7,12 @@ shapes=${SHAPES:-$shapes} processes=$gpus
 if [ -n "$TINY" ]; then
   processes=2 sizes=(--batch 16 --response-len 16 --updates 2 --steps 2)
   more=(model.attention=xla rollout.engine.kv_cache_gb=0.1 rollout.engine.threads=1)
-  export XLA_FLAGS=--xla_force_host_platform_device_count=2
+  simulated 2
 fi
 limited one_process 300 $PYTHON -m benchmarks.step_gpu --shapes $shapes --folder "$MODELS/steps_$shapes" --case w8a8 \
   --cards $processes --optimizer adamw "${sizes[@]}" --limit-s 280 --log "$RESULTS/one_process.run.log" \
   --out "$RESULTS/one.jsonl" optimizer.offload=false "${more[@]}"
-[ -z "$TINY" ] || export XLA_FLAGS=--xla_force_host_platform_device_count=1
+[ -z "$TINY" ] || simulated 1
 processes() { # NAME RUN OVERRIDES...
   limited "$1" 300 $PYTHON -m benchmarks.step_processes "$RESULTS/one.jsonl" --processes $processes --limit-s 280 \
     --run-dir "$RESULTS/$2" ${TINY:+--cpu} --out "$RESULTS/processes.jsonl" "${@:3}"

@@ -2,7 +2,7 @@
 source benchmarks/sessions/tp/common.sh
 sizes=(--batch 256 --response-len 1024 --mean-len 400 --updates 2 --steps 3) gpus=0,1 more=()
 if [ -n "$TINY" ]; then
-  export XLA_FLAGS=--xla_force_host_platform_device_count=2
+  simulated 2
   sizes=(--batch 16 --response-len 16 --updates 2 --steps 2) gpus=""
   more=(model.attention=xla rollout.engine.kv_cache_gb=0.1 rollout.engine.threads=1)
 fi
