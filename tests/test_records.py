@@ -5,6 +5,7 @@
 import json
 import pathlib
 import re
+import statistics
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 STEPS = ("8b", "8b_1024", "8b_norms", "8b_proximal", "8b_rounded")
@@ -30,3 +31,36 @@ def test_readmes_tokens_of_8b_are_the_sum_of_the_records():
     )
     tokens, mismatched = re.search(r"\| ([\d,]+) \| \[(\d+)\]", row).groups()
     assert (sum(n for n, _ in pairs), sum(n for _, n in pairs)) == (int(mismatched), int(tokens.replace(",", "")))
+
+
+def table(page, title):
+    """The cells of the rows under a table's title row."""
+    lines = (RESULTS.parents[1] / "docs" / "operations" / page).read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(title)) + 2
+    end = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[first:end]]
+
+
+def test_the_table_of_8b_steps_has_the_medians_of_three_steps_after_two():
+    record = json.loads((RESULTS / "step_8b_1024_h200.json").read_text())
+    rows = table(
+        "steps.md", "| 8B, 128 responses | step | sampling | update | publish | model TFLOP/s of the update | speed"
+    )
+    assert len(rows) == len(record["steps"]) == 3
+    plain = statistics.median(step["time/step_s"] for step in record["steps"][0]["steps"][2:])
+    for row, run in zip(rows, record["steps"], strict=True):
+        seconds = lambda name: statistics.median(step[f"time/{name}_s"] for step in run["steps"][2:])  # noqa: B023, E731
+        whole = seconds("step")
+        assert row[1] == f"{whole:.1f} s"
+        assert row[2:5] == [f"{seconds(name):.1f}" for name in ("rollout", "update", "publish")]
+        assert float(row[6]) == round(plain / whole, 2)
+
+
+def test_the_table_of_steps_with_adapters_has_the_records_means():
+    rows = table("adapters.md", "| shapes, base | responses |")[-5:]
+    record = json.loads((RESULTS / "step_adapters_h200.json").read_text())["rows"]
+    for row, found in zip(rows, [record[4], *record[:4]], strict=True):
+        assert row[1].startswith(f"64 of {found['response_tokens'] / 64:,.0f} tokens")
+        assert row[2] == f"{found['seconds']['step']:.1f} s"
+        assert row[3:6] == [f"{found['seconds'][name]:.1f}" for name in ("rollout", "update", "publish")]
+        assert found["k3"] == 0.0
