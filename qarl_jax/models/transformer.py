@@ -445,5 +445,5 @@ def attach_backward(model: Transformer, form: Any, root: Any) -> None:
     """
     linears = ((path, linear) for path, linear in quantizable(model).items() if not isinstance(linear, Embedding))
     for number, (path, linear) in enumerate(linears):
-        layers = model.config.stacks[int(path.split(".")[1])].length
-        linear.backward = LowBitBackward(of_layers(form, root, number, layers))
+        stack = model.config.stacks[int(path.split(".")[1])]
+        linear.backward = LowBitBackward(of_layers(form, root, number, stack.length, stack.start))

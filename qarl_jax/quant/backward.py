@@ -83,9 +83,12 @@ def root_seed(updates: Any, micro_batch: Any) -> Array:
     return random_bits((), rounding_seed(updates, 0) + jnp.asarray(micro_batch).astype(jnp.uint32))
 
 
-def of_layers(form: Format, root: Any, number: int, layers: int) -> Backward:
-    """Makes the backward of the `number`-th stack of linear maps, with seeds, uint32 [layers], from `root_seed`."""
-    seed, inputs = (random_bits((layers,), rounding_seed(root, each)) for each in (number + 1, 0))
+def of_layers(form: Format, root: Any, number: int, layers: int, start: int = 0) -> Backward:
+    """Makes the backward of the `number`-th stack of linear maps, with seeds, uint32 [layers], from `root_seed`.
+
+    start: the model's layer with which the stack begins. Linear maps of one layer share its inputs' seed, no others do.
+    """
+    seed, inputs = (random_bits((layers,), rounding_seed(root, each, start)) for each in (number + 1, 0))
     return Backward(form, seed, inputs)
 
 

@@ -16,6 +16,8 @@ from qarl_jax import models, quant
 from qarl_jax.learning.learner import Learner
 from qarl_jax.memory import learner as on_learner
 from qarl_jax.models.layers import Linear, LowBitBackward
+from qarl_jax.models.transformer import quantizable
+from qarl_jax.quant.backward import root_seed
 from qarl_jax.run import build, config, description
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -132,6 +134,23 @@ def test_micro_batches_draw_bits_of_their_own():
     assert_same_bits(first, again)
     for other in (second, later):
         assert max(apart(other, first).values()) > 1e-3
+
+
+def test_linear_maps_share_the_seed_of_their_inputs_within_a_layer_alone():
+    """A rule that names a layer makes a stack of it, and stacks count their layers from zero."""
+    rules = quant.Rules.parse([{"match": r"layers\.[12]\.", "scheme": "bf16"}, {"match": ".*", "scheme": "w8a8"}])
+    model = models.abstract_model(tiny.model_config(num_layers=4, quant=rules))
+    models.attach_backward(model, "int8", root_seed(1, 0))
+    stacks = model.config.stacks
+    assert [stack.length for stack in stacks] == [1, 2, 1]
+    seeds, inputs = [], {}
+    for path, linear in quantizable(model).items():
+        low, start = linear.backward.get_value(), stacks[int(path.split(".")[1])].start
+        seeds += low.seed.tolist()
+        for layer, seed in enumerate(low.inputs.tolist(), start):
+            inputs.setdefault(layer, set()).add(seed)
+    assert [len(inputs[layer]) for layer in range(4)] == [1, 1, 1, 1]
+    assert len(set(seeds).union(*inputs.values())) == 4 * 7 + 4, "no two are equal"
 
 
 def test_adapters_get_the_gradient_they_had_for_the_same_dy():
