@@ -348,6 +348,12 @@ def _config(args: argparse.Namespace, suite: str | None, view: str) -> RunConfig
     if suite:
         name, _, preset = suite.partition(":")
         overrides += suites.overrides(name, args.suite_data, preset or args.preset)
+        if dropped := [override for override in args.overrides if override.startswith(("eval=", "eval.data="))]:
+            raise UserError(
+                f"{dropped[0]} would replace the questions and settings of --suite {name}",
+                "override their single fields, as in eval.max_response_len=64.",
+                ": ",
+            )
     overrides += [*views.overrides(view), *args.overrides]
     if args.config:
         if not (args.checkpoint or args.model) and Path(args.config, "run.json").exists():

@@ -123,6 +123,15 @@ def test_responses_may_be_as_long_as_the_runs_unless_told_otherwise(tmp_path, mo
     assert (limits, load.call_count) == ([limit], 1)
 
 
+@pytest.mark.parametrize("own", ["eval={max_response_len: 64}", "eval.data=null"])
+def test_an_override_that_takes_a_suites_questions_away_is_refused(tmp_path, monkeypatch, capsys, own):
+    """The score of other questions would bear the suite's name."""
+    monkeypatch.setattr(evaluation, "run", mock.Mock(return_value=[]))
+    asked = ["--suite", "gsm8k", "--suite-data", str(questions(tmp_path, GSM))]
+    assert evaluation.main(["--config", str(CONFIG), *asked, own]) == 2
+    assert f"{own} would replace the questions and settings of --suite gsm8k: override" in capsys.readouterr().err
+
+
 def test_minerva_and_olympiadbench_are_judged_with_their_own_errors(tmp_path):
     rows = [{"question": "n?", "final_answer": ["2.5"], "unit": None, "error": "1e-1"}]
     (prompt,) = build.eval_prompts(load("olympiadbench", questions(tmp_path, rows)), EchoTokenizer())
