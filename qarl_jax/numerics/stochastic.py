@@ -83,7 +83,7 @@ def _integers(x: Float[Array, "*S"], bits: Array) -> Array:
 
 
 def to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
-    """Rounds float32 in [-127, 127] stochastically to int8, with expectation x up to 2^-17.
+    """Rounds float32 in [-127, 127] stochastically to int8, with expectation x to about 2^-17.
 
     Args:
       bits: 16 random bits per element, uint32.
@@ -92,7 +92,7 @@ def to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
 
 
 def to_e4m3(x: Float[Array, "*S"], bits: Array) -> Array:
-    """Rounds float32 in [-448, 448] stochastically to float8_e4m3fn, with expectation x up to 2^-17 of a step.
+    """Rounds float32 in [-448, 448] stochastically to float8_e4m3fn, with expectation x to about 2^-17 of a step.
 
     It keeps 3 bits of mantissa; below 2^-6 the grid is the multiples of 2^-9. bits: as in `to_int8`.
     """
