@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""README's counts of tokens are the sums of their records."""
+"""Figures of README and of pages are those of their records."""
 
 import json
 import pathlib

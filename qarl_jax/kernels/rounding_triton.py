@@ -54,6 +54,11 @@ class Along(NamedTuple):
     inverse: Any = None
 
     @property
+    def kind(self) -> tuple[bool, bool]:
+        """Tells whether it goes along columns, and whether it has a factor."""
+        return self.axis == 0, self.factor is not None
+
+    @property
     def numbers(self) -> list[Any]:
         """Returns factor and inverse as the kernel reads them, without those that are None."""
         return [part.reshape(-1) for part in (self.factor, self.inverse) if part is not None]
@@ -71,19 +76,13 @@ def maxima(
     x: Num[Array, "A B"], along: Sequence[Along], *, tile: Tile = Tile(), interpret: bool = False
 ) -> list[Array]:
     """Finds the largest magnitudes of x, times each direction's factor: float32 [A] along rows, [B] along columns."""
-    a, b = x.shape
-    tiles = pl.cdiv(a, tile.m), pl.cdiv(b, tile.n)
-    by = tuple((each.axis == 0, each.factor is not None) for each in along)
-    found = pl.pallas_call(
-        functools.partial(_maxima_kernel, tile=tile, by=by),
-        grid=tiles,
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (1 + sum(has_factor for _, has_factor in by)),
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(by),
-        out_shape=[jax.ShapeDtypeStruct((tiles[0], b) if turned else (tiles[1], a), jnp.int32) for turned, _ in by],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
-        interpret=interpret,
-        name="tiles_maxima",
-    )(x, *(number for each in along for number in each.numbers))
+    (a, b), by = x.shape, tuple(each.kind for each in along)
+    rows, columns = pl.cdiv(a, tile.m), pl.cdiv(b, tile.n)
+    shapes = [jax.ShapeDtypeStruct((rows, b) if turned else (columns, a), jnp.int32) for turned, _ in by]
+    operands = [number for each in along for number in each.numbers]
+    found = _over_tiles(
+        functools.partial(_maxima_kernel, by=by), "tiles_maxima", [x, *operands], shapes, tile, interpret
+    )
     return [jax.lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32) for part in found]
 
 
@@ -108,36 +107,41 @@ def codes(
       dtype: the codes' dtype. tile: shape of a program's block.
       interpret: run without a GPU in Pallas' interpreter (tests).
     """
-    a, b = x.shape
-    by = tuple((each.axis == 0, each.factor is not None) for each in along)
+    (a, b), by = x.shape, tuple(each.kind for each in along)
+    shapes = [jax.ShapeDtypeStruct((b, a) if turned else (a, b), dtype) for turned, _ in by]
     operands = [jnp.asarray(seed).reshape(-1), *(number for each in along for number in each.numbers)]
-    kernel = functools.partial(_kernel, tile=tile, rounded=rounded, largest=largest, by=by)
-    made = pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(a, tile.m), pl.cdiv(b, tile.n)),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(operands)),
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(by),
-        out_shape=[jax.ShapeDtypeStruct((b, a) if turned else (a, b), dtype) for turned, _ in by],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
-        interpret=interpret,
-        name="rounded_codes",
-    )(x, *operands)
-    return list(made)
+    kernel = functools.partial(_kernel, rounded=rounded, largest=largest, by=by)
+    return _over_tiles(kernel, "rounded_codes", [x, *operands], shapes, tile, interpret)
 
 
 def transposed(x: Num[Array, "A B"], *, tile: Tile = Tile(), interpret: bool = False) -> Num[Array, "B A"]:
     """Transposes a matrix of codes in memory, so that its columns become contiguous."""
-    a, b = x.shape
-    return pl.pallas_call(
-        functools.partial(_transpose_kernel, tile=tile),
+    shapes = [jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)]
+    (out,) = _over_tiles(_transpose_kernel, "transposed_codes", [x], shapes, tile, interpret)
+    return out
+
+
+def _over_tiles(
+    kernel: Callable[..., None],
+    name: str,
+    operands: Sequence[Any],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    tile: Tile,
+    interpret: bool,
+) -> list[Array]:
+    """Runs a kernel on each tile of the first operand, [A, B]; it reads operands and writes results where they lie."""
+    a, b = operands[0].shape
+    made = pl.pallas_call(
+        functools.partial(kernel, tile=tile),
         grid=(pl.cdiv(a, tile.m), pl.cdiv(b, tile.n)),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        out_shape=jax.ShapeDtypeStruct((b, a), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(shapes),
+        out_shape=list(shapes),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
-        name="transposed_codes",
-    )(x)
+        name=name,
+    )(*operands)
+    return list(made)
 
 
 def _place(shape: tuple[int, int], tile: Tile) -> tuple[Array, Array, Array | None, tuple[Array, Array]]:
@@ -193,7 +197,7 @@ def _kernel(*refs: Any, tile: Tile, rounded: Any, largest: float, by: tuple[tupl
 
     Args:
       refs: x and seed, then each direction's factor, if it has one, and inverse, then each one's codes.
-      by: of each direction, whether it goes along columns, and whether it has a factor.
+      by: `Along.kind` of each direction.
     """
     x_ref, seed, *others = refs
     operands, outs = iter(others), others[-len(by) :]

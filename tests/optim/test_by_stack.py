@@ -116,7 +116,7 @@ def test_a_state_on_the_host_gives_the_bits_of_one_on_the_device(kind, moments, 
     [(AdamW, "bfloat16", "float32"), (AdamW, "int8", "float32"), (Muon, "int8", "bfloat16")],
 )
 def test_a_state_on_the_host_gives_the_bits_of_one_on_a_gpu(kind, moments, master):
-    """Where the copies really move, beside the programs of the next group."""
+    """Copies move an optimizer state beside the programs of the next group, on a device that has both memories."""
     check_both_memories(kind, moments, master, False)
 
 

@@ -116,7 +116,7 @@ def differing(trainer: Trainer, published: Tensors) -> tuple[int, int]:
 
 
 class Mallinfo2(ctypes.Structure):
-    """What glibc's allocator says of itself."""
+    """The statistics of glibc's allocator."""
 
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
