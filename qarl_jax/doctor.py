@@ -341,7 +341,8 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         else:
             yield Check(name=name, status="ok", found=found)
     if cfg.quant.backward != "bf16":
-        yield check("backward", True, f"dX and dW of these matrices in {cfg.quant.backward} codes", "")
+        found = f"dX and dW of these matrices in {cfg.quant.backward} codes"
+        yield check("backward", jax.default_backend() != "gpu", found, build.NO_LOW_BIT_BACKWARD)
 
 
 def mesh(cfg: RunConfig) -> Check:
