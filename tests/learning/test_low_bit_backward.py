@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,14 @@ from qarl_jax.models.layers import Linear, LowBitBackward
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant.backward import root_seed
 from qarl_jax.run import build, config, description
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.learners import assert_same_bits, gradient, make, packed
+from tests.reference.one_layer import on_hopper
 
 HALF = 4  # of 8 rows
+MAPS = ("v", "o", "gate", "up", "down")
 
 
 @functools.cache
@@ -134,6 +138,47 @@ def test_micro_batches_draw_bits_of_their_own():
     assert_same_bits(first, again)
     for other in (second, later):
         assert max(apart(other, first).values()) > 1e-3
+
+
+def direction(model, remat, form):
+    """Cosine and ratio of norms of a low-bit gradient to bf16's, by linear map and layer: one full row.
+
+    Queries and keys of a random model are left out: their gradients have a fortieth of the values' norm.
+    """
+    found = []
+    for backward in ("bf16", form):
+        setting = shapes.Setting(
+            model=model, layers=3, scheme="w8a8", rows=1, seq=512, segments=1, remat=remat, backward=backward
+        )
+        made, abstract, _ = shapes.make_learner(setting, make_mesh())
+        state, micro = made.init(shapes.random_params(abstract, made.param_shardings)), made.put(shapes.batch(setting))
+        args = state.params, made.quantize(state.params), micro, micro.rollout_logprobs, 512.0, 1.0
+        grads, _ = made.accumulate_grads(made.zero_grads(state), *args)
+        found.append(
+            {path: np.asarray(leaf, np.float64) for path, leaf in models.by_path(jax.device_get(grads)).items()}
+        )
+    plain, low = found
+    for path in (path for path in plain if path.endswith(tuple(f"{name}.kernel" for name in MAPS))):
+        for layer, (a, b) in enumerate(zip(low[path], plain[path], strict=True)):
+            norms = np.linalg.norm(a), np.linalg.norm(b)
+            yield f"{path} of layer {layer}", np.vdot(a, b) / math.prod(norms), norms[0] / norms[1]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("remat", ["mixer", "dots", "full"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("model", ["tiny", "0.6b"])  # ragged tiles, and whole ones
+def test_on_a_gpu_a_models_gradient_has_bf16s_direction(model, form, remat):
+    """Layers in a scan, as a run has them: each kernel alone was right when a policy did not learn."""
+    for name, cosine, ratio in direction(model, remat, form):
+        assert (cosine > 0.9, 0.9 < ratio < 1.1) == (True, True), (name, cosine, ratio)
+
+
+@pytest.mark.nightly
+def test_a_models_gradient_has_bf16s_direction():
+    """The check of the GPU's test, where gradients are right."""
+    assert all(cosine > 0.9 and 0.9 < ratio < 1.1 for _, cosine, ratio in direction("tiny", "mixer", "int8"))
 
 
 def test_linear_maps_share_the_seed_of_their_inputs_within_a_layer_alone():
