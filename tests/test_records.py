@@ -66,3 +66,18 @@ def test_the_table_of_steps_with_adapters_has_the_records_means():
         assert row[2] == f"{found['seconds']['step']:.1f} s"
         assert row[3:6] == [f"{found['seconds'][name]:.1f}" for name in ("rollout", "update", "publish")]
         assert found["k3"] == 0.0
+
+
+def test_the_table_of_tokens_with_adapters_has_the_records_numbers():
+    record = json.loads((RESULTS / "rollout_adapters_h200.json").read_text())
+    again = {(row["shapes"], row["scheme"], row["sequences"]): row for row in record["again"]["rows"]}
+    found = {
+        (row["shapes"], row["scheme"], row["sequences"]): row for row in record["rows"] + record["w4a16_14b"]["rows"]
+    }
+    speed = lambda *key: (found | again)[key]["batch_invariant_tok_per_s"]  # noqa: E731
+    for row in table("adapters.md", "| sequences | 7B, `nvfp4` |"):
+        count, cells = int(row[0]), iter(row[1:])
+        for shapes in ("qwen2.5-7b", "qwen2.5-14b"):
+            for scheme in ("nvfp4", "w4a16", "bf16"):
+                assert int(next(cells).replace(",", "")) == round(speed(shapes, scheme, count)), (shapes, scheme, count)
+            assert float(next(cells)) == round(speed(shapes, "nvfp4", count) / speed(shapes, "bf16", count), 2)

@@ -71,6 +71,8 @@ ADVERSARIAL = {
     "all_zero": lambda w: 0 * w,
     "as_small_as_is_promised": lambda w: w / np.abs(w).max() * 2.0**-104,
     "as_large": lambda w: w / np.abs(w).max() * 2.0**18,
+    "reciprocals_that_are_subnormal": lambda w: np.where((w == w[7, 9]), 1e38, w),
+    "the_largest_bfloat16": lambda w: w / np.abs(w).max() * 3.3895e38,
     "trained": lambda w: load_file(TRAINED)["model.layers.0.self_attn.k_proj.weight"][:64].astype(np.float32),
 }
 

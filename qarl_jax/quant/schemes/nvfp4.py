@@ -11,7 +11,7 @@ largest of a block of 16 inputs:
     q = e2m1(w / (s / g))           float32 quotients; nearest, ties to the even code; a negative that becomes 0 is -0
 
 These are compressed-tensors' roundings for a bfloat16 weight (torch divides a number by a tensor through the rounded
-reciprocal), and their bytes where amax is in [2^-104, 2^19); below, float32 quotients are subnormal.
+reciprocal), and their bytes where amax is at least 2^-104; below, float32 quotients are subnormal.
 
 **Product.** q s has six significant bits, so that bfloat16 holds it, and 1 / g multiplies the float32 sum:
 y = bf(bf(f32(sum x (q s)) f32(1 / g)) + b), Marlin's order. Marlin multiplies all block scales by a power of two, and
@@ -83,6 +83,15 @@ def _magnitudes(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return magnitude, (bits < 0) & (magnitude > 0)
 
 
+def _divisor(amax: jax.Array) -> jax.Array:
+    """Computes g of the largest magnitudes. XLA flushes 1 / amax above 2^126 to zero, so it is scaled there."""
+    g = round_bf16(round_bf16(divide(jnp.ones_like(amax), amax)) * _MAX)
+    scaled = divide(jnp.full_like(amax, 2.0**10), amax)
+    scaled = jnp.round(scaled * 2.0**123) * 2.0**-123  # bfloat16's subnormals are multiples of 2^-133
+    g = jnp.where(amax > 2.0**126, round_bf16(scaled * (_MAX * 2.0**-10)), g)
+    return jnp.where(jnp.isfinite(g), g, 1.0)
+
+
 def to_e2m1(x: Float[Array, "*S"]) -> jax.Array:
     """Rounds float32 magnitudes to uint8 codes 0 to 7: the nearest value, ties to the even code, saturating."""
     code = jnp.zeros(x.shape, jnp.uint8)
@@ -126,8 +135,7 @@ class Config(Scheme):
         most = jnp.max(blocks, axis=-1)
         top = [jnp.max(m, axis=(-2, -1), keepdims=True) for m in (most, *(_magnitudes(other)[0] for other in beside))]
         amax = float_of(functools.reduce(jnp.maximum, top, jnp.int32(_TINY)))
-        g = round_bf16(round_bf16(divide(jnp.ones_like(amax), amax)) * _MAX)
-        g = jnp.where(jnp.isfinite(g), g, 1.0)
+        g = _divisor(amax)
         ratio = round_bf16(divide(float_of(most), jnp.full(most.shape, 6.0)))
         scales = to_e4m3(jnp.minimum(ratio * g, 448.0))
         scales = jnp.where(scales == 0, jnp.asarray(_ZERO_SCALE, scales.dtype), scales)
