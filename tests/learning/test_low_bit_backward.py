@@ -27,7 +27,7 @@ from tests.reference.learners import assert_same_bits, gradient, make, packed
 from tests.reference.one_layer import on_hopper
 
 HALF = 4  # of 8 rows
-MAPS = ("v", "o", "gate", "up", "down")
+MAPS = tuple(f"{name}.kernel" for name in ("v", "o", "gate", "up", "down"))
 
 
 @functools.cache
@@ -140,25 +140,27 @@ def test_micro_batches_draw_bits_of_their_own():
         assert max(apart(other, first).values()) > 1e-3
 
 
+@functools.cache
+def of_random_weights(model, remat, backward):
+    """The gradient of MAPS by path, float64: one full row, three layers of these shapes under w8a8."""
+    setting = shapes.Setting(
+        model=model, layers=3, scheme="w8a8", rows=1, seq=512, segments=1, remat=remat, backward=backward
+    )
+    made, abstract, _ = shapes.make_learner(setting, make_mesh())
+    state, micro = made.init(shapes.random_params(abstract, made.param_shardings)), made.put(shapes.batch(setting))
+    args = state.params, made.quantize(state.params), micro, micro.rollout_logprobs, 512.0, 1.0
+    grads, _ = made.accumulate_grads(made.zero_grads(state), *args)
+    of_maps = {path: leaf for path, leaf in models.by_path(grads).items() if path.endswith(MAPS)}
+    return {path: np.asarray(leaf, np.float64) for path, leaf in of_maps.items()}
+
+
 def direction(model, remat, form):
-    """Cosine and ratio of norms of a low-bit gradient to bf16's, by linear map and layer: one full row.
+    """Cosine and ratio of norms of a low-bit gradient to bf16's, by linear map and layer.
 
     Queries and keys of a random model are left out: their gradients have a fortieth of the values' norm.
     """
-    found = []
-    for backward in ("bf16", form):
-        setting = shapes.Setting(
-            model=model, layers=3, scheme="w8a8", rows=1, seq=512, segments=1, remat=remat, backward=backward
-        )
-        made, abstract, _ = shapes.make_learner(setting, make_mesh())
-        state, micro = made.init(shapes.random_params(abstract, made.param_shardings)), made.put(shapes.batch(setting))
-        args = state.params, made.quantize(state.params), micro, micro.rollout_logprobs, 512.0, 1.0
-        grads, _ = made.accumulate_grads(made.zero_grads(state), *args)
-        found.append(
-            {path: np.asarray(leaf, np.float64) for path, leaf in models.by_path(jax.device_get(grads)).items()}
-        )
-    plain, low = found
-    for path in (path for path in plain if path.endswith(tuple(f"{name}.kernel" for name in MAPS))):
+    plain, low = (of_random_weights(model, remat, backward) for backward in ("bf16", form))
+    for path in plain:
         for layer, (a, b) in enumerate(zip(low[path], plain[path], strict=True)):
             norms = np.linalg.norm(a), np.linalg.norm(b)
             yield f"{path} of layer {layer}", np.vdot(a, b) / math.prod(norms), norms[0] / norms[1]
