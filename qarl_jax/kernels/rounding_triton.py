@@ -92,7 +92,6 @@ def codes(
     along: Sequence[Along],
     rounded: Callable[[Array, Array], Array],
     dtype: Any,
-    largest: float,
     *,
     tile: Tile = Tile(),
     interpret: bool = False,
@@ -103,14 +102,14 @@ def codes(
       x: floats, or codes.
       seed: uint32 scalar.
       along: one or two directions. The first has the upper half of an element's random bits, the second the lower.
-      rounded: function that rounds float32 of magnitude at most `largest`, with random bits (`stochastic.to_int8`).
+      rounded: function that rounds float32 with random bits and clips (`stochastic.to_int8`).
       dtype: the codes' dtype. tile: shape of a program's block.
       interpret: run without a GPU in Pallas' interpreter (tests).
     """
     (a, b), by = x.shape, tuple(each.kind for each in along)
     shapes = [jax.ShapeDtypeStruct((b, a) if turned else (a, b), dtype) for turned, _ in by]
     operands = [jnp.asarray(seed).reshape(-1), *(number for each in along for number in each.numbers)]
-    kernel = functools.partial(_kernel, rounded=rounded, largest=largest, by=by)
+    kernel = functools.partial(_kernel, rounded=rounded, by=by)
     return _over_tiles(kernel, "rounded_codes", [x, *operands], shapes, tile, interpret)
 
 
@@ -192,7 +191,7 @@ def _maxima_kernel(*refs: Any, tile: Tile, by: tuple[tuple[bool, bool], ...]) ->
         plgpu.store(out.at[place, mine], jnp.max(size, axis=0 if along_columns else 1), mask=mask)
 
 
-def _kernel(*refs: Any, tile: Tile, rounded: Any, largest: float, by: tuple[tuple[bool, bool], ...]) -> None:
+def _kernel(*refs: Any, tile: Tile, rounded: Any, by: tuple[tuple[bool, bool], ...]) -> None:
     """Rounds a tile.
 
     Args:
@@ -209,5 +208,4 @@ def _kernel(*refs: Any, tile: Tile, rounded: Any, largest: float, by: tuple[tupl
     for number, (along_columns, has_factor) in enumerate(by):
         y = x * _each(next(operands), at, not along_columns) if has_factor else x
         y = y * _each(next(operands), at, along_columns)
-        made = rounded(jnp.minimum(jnp.maximum(y, -largest), largest), bits[number])
-        _store(outs[number], made, row, column, inside, along_columns)
+        _store(outs[number], rounded(y, bits[number]), row, column, inside, along_columns)

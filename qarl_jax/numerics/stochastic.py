@@ -71,31 +71,39 @@ def halves(bits: UInt32[Array, "*S"]) -> tuple[Array, Array]:
     return bits >> jnp.uint32(16), bits & jnp.uint32(0xFFFF)
 
 
+_WHOLE = 1.5 * 2.0**23  # float32 of this size are whole numbers
+_WHOLE_BITS = 0x4B400000
+
+
 def _integers(x: Float[Array, "*S"], bits: Array) -> Array:
-    """Rounds float32 of magnitude below 2^7 stochastically to integers: the low bytes of the result, int32.
+    """Rounds float32 of magnitude below 2^22 stochastically to int32.
 
     A number (b + 1/2) / 2^16 - 1/2 is added, and the sum is rounded to nearest. An integer stays what it is. No
     instruction converts between integers and floats, which GPUs do at an eighth of their speed: the number is made of
     its bits, and 1.5 2^23, whose neighbours are integers, leaves an integer in the lowest bits of the sum.
     """
     one_to_two = jax.lax.bitcast_convert_type(jnp.uint32(0x3F800040) | (bits << jnp.uint32(7)), jnp.float32)
-    return jax.lax.bitcast_convert_type(x + (one_to_two - 1.5) + 1.5 * 2.0**23, jnp.int32)
+    return jax.lax.bitcast_convert_type(x + (one_to_two - 1.5) + _WHOLE, jnp.int32) - _WHOLE_BITS
 
 
 def to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
-    """Rounds float32 in [-127, 127] stochastically to int8, with expectation x to about 2^-17.
+    """Rounds float32 stochastically to int8, with expectation x to about 2^-17; clips to [-127, 127].
+
+    The clip is not only for large x. Without it JAX 0.11.2 writes codes of -1 on an H200 (CUDA 13.0), from kernels of
+    Triton and of XLA, although their PTX is right. The clip tells compilers the range of the integer.
 
     Args:
       bits: 16 random bits per element, uint32.
     """
-    return _integers(x, bits).astype(jnp.int8)
+    return jnp.minimum(jnp.maximum(_integers(x, bits), -127), 127).astype(jnp.int8)
 
 
 def to_e4m3(x: Float[Array, "*S"], bits: Array) -> Array:
-    """Rounds float32 in [-448, 448] stochastically to float8_e4m3fn, with expectation x to about 2^-17 of a step.
+    """Rounds float32 stochastically to float8_e4m3fn, with expectation x to about 2^-17 of a step; clips to 448.
 
     It keeps 3 bits of mantissa; below 2^-6 the grid is the multiples of 2^-9. bits: as in `to_int8`.
     """
+    x = jnp.minimum(jnp.maximum(x, -448), 448)
     word, size = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.abs(x)
     raised = jax.lax.bitcast_convert_type(size, jnp.uint32) + (bits << jnp.uint32(4) | jnp.uint32(8))
     normal = (raised >> jnp.uint32(20)) - jnp.uint32(120 << 3)  # exponents are biased by 127 and by 7

@@ -94,7 +94,7 @@ def of_layers(form: Format, root: Any, number: int, layers: int, start: int = 0)
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The codes of a format: their dtype, the largest code, and a function that rounds float32 up to its magnitude.
+    """The codes of a format: their dtype, the largest code, and the function that rounds float32 to them and clips.
     `takes_codes`: the forward's codes are used without quantizing them again."""
 
     dtype: Any
@@ -124,7 +124,7 @@ def codes_of(x: Float[Array, "A B"], axis: int, grid: Grid, bits: Array) -> tupl
       grid: the codes' format. bits: uint32 [A, B], 16 random bits each.
     """
     scale, inverse = (jnp.expand_dims(each, axis) for each in _scales(jnp.max(jnp.abs(x), axis=axis), grid))
-    return grid.rounded(jnp.clip(x * inverse, -grid.largest, grid.largest), bits), scale
+    return grid.rounded(x * inverse, bits), scale
 
 
 class _Contraction(NamedTuple):
@@ -155,7 +155,7 @@ def _coded(
         along = [rounding_triton.Along(*way) for way in ways]
         scales = [_scales(largest, grid) for largest in rounding_triton.maxima(x, along, **options)]
         along = [each._replace(inverse=inverse) for each, (_, inverse) in zip(along, scales, strict=True)]
-        made = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, **options)
+        made = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, **options)
         return [(codes, scale.reshape(-1, 1)) for codes, (scale, _) in zip(made, scales, strict=True)]
 
     platforms = {"cuda": kernel} if rounding_triton.serves(x, numerics) else {}

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -226,43 +227,78 @@ def test_a_hopper_gpus_kernel_gives_xlas_bits(form, monkeypatch):
     assert len(taken) == 2
 
 
-def check_codes(x, form, tile, **options):
-    """Checks maxima and codes of bfloat16 x in both directions, and their transposition, beside XLA's."""
+def ways_of(x, factors):
+    """The two contractions of x, along rows and along columns, with factors over six decades or without."""
+    values = (jnp.exp(jnp.linspace(-3, 3, size)) for size in x.shape[::-1])
+    shaped = [value.reshape(shape) for value, shape in zip(values, ((1, -1), (-1, 1)), strict=True)]
+    return [backward._Contraction(axis, shaped[1 - axis] if factors else None) for axis in (1, 0)]
+
+
+def numpys(x, seed, form, ways):
+    """Maxima and codes [as x lies] of each of these contractions: by numpy, because a compiler may be wrong in both of
+    the programs that a test compares."""
+    made = []
+    with np.errstate(over="ignore"):
+        hashes = np.arange(x.size, dtype=np.uint32).reshape(x.shape) + np.uint32(seed)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)
+    for way, bits in zip(ways, (hashes >> np.uint32(16), hashes & np.uint32(0xFFFF)), strict=False):
+        y = np.asarray(x, np.float32)
+        y = y if way.factor is None else y * np.asarray(way.factor)
+        largest = np.abs(y).max(way.axis)
+        top = np.float32(GRIDS[form].largest)
+        y = y * np.expand_dims(top / np.maximum(largest, np.float32(2.0**-100)), way.axis)
+        offset = ((bits + 0.5) / 2**16 - 0.5).astype(np.float32)
+        if form == "int8":
+            made.append((largest, np.clip(np.rint(y + offset), -127, 127).astype(np.int8)))
+            continue
+        y = np.clip(y, -448, 448)
+        size = np.abs(y)
+        # Both neighbours in e4m3: 3 bits of mantissa, and multiples of 2^-9 below 2^-6.
+        unit = np.exp2(np.maximum(np.floor(np.log2(np.maximum(size, 2.0**-30))), -6) - 3)
+        down = np.floor(size / unit)
+        up = size / unit - down + (bits + 0.5) / 2**16 >= 1
+        subnormal = np.rint((size * np.float32(512) + offset).astype(np.float32))
+        magnitude = np.where(size < 2.0**-6, subnormal / 512, (down + up) * unit)
+        made.append((largest, np.copysign(magnitude, y).astype(ml_dtypes.float8_e4m3fn)))
+    return made
+
+
+def check_codes(x, form, tile, factors=True, **options):
+    """Checks maxima and codes of x in both directions, together and alone, and their transposition, beside numpy's."""
     grid, seed = GRIDS[form], jnp.uint32(5)
-    ways = [
-        backward._Contraction(axis, jnp.exp(jnp.linspace(-3, 3, x.shape[axis])).reshape(shape))
-        for axis, shape in ((1, (1, -1)), (0, (-1, 1)))
-    ]
-    along, want = [], []
-    for way, bits in zip(ways, backward.halves(backward.random_bits(x.shape, seed)), strict=True):
-        scaled = x.astype(jnp.float32) * way.factor
-        largest = jnp.max(jnp.abs(scaled), way.axis)
-        along.append(rounding_triton.Along(way.axis, way.factor, backward._scales(largest, grid)[1]))
-        want.append((largest, backward.codes_of(scaled, way.axis, grid, bits)[0]))
-    found = rounding_triton.maxima(x, [rounding_triton.Along(*way) for way in ways], tile=tile, **options)
-    assert_equal_bits(found, [largest for largest, _ in want])
-    want = [codes for _, codes in want]
-    got = rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, grid.largest, tile=tile, **options)
-    assert_equal_bits(got, [want[0], want[1].T])
-    assert_equal_bits(rounding_triton.transposed(want[0], tile=tile, **options), want[0].T)
+    for ways in (both := ways_of(x, factors)), both[:1], both[1:]:
+        want = numpys(x, 5, form, ways)
+        found = rounding_triton.maxima(x, [rounding_triton.Along(*way) for way in ways], tile=tile, **options)
+        assert_equal_bits(found, [largest for largest, _ in want])
+        want = [codes if way.axis else codes.T for way, (_, codes) in zip(ways, want, strict=True)]
+        scales = [backward._scales(largest, grid)[1] for largest in found]
+        along = [rounding_triton.Along(*way, inverse) for way, inverse in zip(ways, scales, strict=True)]
+        assert_equal_bits(rounding_triton.codes(x, seed, along, grid.rounded, grid.dtype, tile=tile, **options), want)
+        plain = backward._coded(x, grid, dataclasses.replace(quant.PLAIN, own_kernels=False), seed, *ways)
+        assert_equal_bits([codes for codes, _ in plain], want)
+    assert_equal_bits(rounding_triton.transposed(jnp.asarray(want[0]), tile=tile, **options), want[0].T)
 
 
 @pytest.mark.parametrize("tile", [(32, 32), (16, 8)], ids=["some elements outside", "none outside"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_rounding_kernel_gives_xlas_codes(form, tile):
+def test_codes_are_numpys(form, tile):
     """In both directions, with zeros among the elements."""
     check_codes(data()[2].astype(jnp.bfloat16), form, rounding_triton.Tile(m=tile[0], n=tile[1]), interpret=True)
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 100_000), (1000, 1040)], ids=str)
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize("source", ["bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 100_000), (1000, 1040), (1024, 896)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_rounding_kernel_gives_xlas_codes_on_a_gpu(form, shape):
-    """Magnitudes over six decades: small codes of eight-bit floats have fewer bits."""
+def test_codes_are_numpys_on_a_gpu(form, shape, source, factors):
+    """Magnitudes over six decades: small codes of eight-bit floats have fewer bits. int8: codes of the forward."""
     rng = np.random.default_rng(2)
     x = rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 0, shape)
-    check_codes(jnp.asarray(x, jnp.bfloat16), form, rounding_triton.Tile())
+    x = rng.integers(-127, 128, shape) if source == "int8" else x
+    check_codes(jnp.asarray(x, source), form, rounding_triton.Tile(), factors)
 
 
 @pytest.mark.gpu
