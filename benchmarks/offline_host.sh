@@ -140,7 +140,7 @@ status)
     while read -r log; do echo "== $log" && tail -n "${LINES_EACH:-4}" "$log" | cut -c "1-${WIDTH:-300}"; done || true
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader || true
   # Pieces that every host lets leave: `cat results.tar.xz.?? | tar xJ`.
-  [ -z "${OUT:-}" ] || tar cJ --exclude=checkpoints --exclude=tensorboard --exclude='*.png' --exclude=report.html \
+  [ -z "${OUT:-}" ] || tar cJ --exclude=checkpoints --exclude=tensorboard --exclude='*.safetensors' --exclude='*.png' --exclude=report.html \
     -C / "${results#/}" "${queue#/}" | split -b 15000000 -d -a 2 - "$OUT/results.tar.xz." || true
   ;;
 *)

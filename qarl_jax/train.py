@@ -158,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with progress.shown() if processes.is_first() else contextlib.nullcontext():
         with progress.task("checking machine and config"):
-            build.check_backward(cfg, on_gpu=size is not None)
             doctor.ask(doctor.before_a_run(cfg))
         with progress.task("reading prompts"):
             cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
@@ -197,7 +196,6 @@ def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
         cfg = config.replaced(cfg, {"model.path": folder})
         doctor.ask([doctor.positions(cfg)])
         size = size or plan.capacity()
-        build.check_backward(cfg, on_gpu=size is not None)
         build.policy_graphdef(config.on_a_gpu(cfg) if size else cfg)  # a released base has the config's scheme
         critic = None if cfg.critic is None else cfg.critic.lora
         starts = [lora.init for lora in (cfg.lora, critic) if lora is not None and lora.init is not None]

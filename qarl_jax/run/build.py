@@ -110,17 +110,6 @@ def model_config(
     return made if cfg.lora is None else made.with_ignored
 
 
-NO_LOW_BIT_BACKWARD = (
-    "set quant.backward=bf16, because low-bit gradients are wrong (int8) or unchecked (fp8) on GPUs (docs/schemes.md)"
-)
-
-
-def check_backward(cfg: RunConfig, on_gpu: bool) -> None:
-    """Raises `UserError` for a low-bit backward on a GPU, for the reason in docs/schemes.md."""
-    if on_gpu and cfg.quant.backward != "bf16":
-        raise UserError(f"quant.backward={cfg.quant.backward}", NO_LOW_BIT_BACKWARD, ": ")
-
-
 def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None, scheme: str | None = None) -> Any:
     """Makes the policy's graphdef (the model's static half) under `quant.forward`, from config.json alone.
 

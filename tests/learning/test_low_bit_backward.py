@@ -235,14 +235,6 @@ def test_a_moe_model_is_refused(tmp_path):
         build.policy_graphdef(cfg)
 
 
-def test_a_run_on_a_gpu_is_refused(tmp_path):
-    """Three runs of a real 0.5B on an H200 did not learn with an int8 backward."""
-    build.check_backward(low := run_of(tmp_path, "quant.backward=int8"), on_gpu=False)
-    with pytest.raises(UserError, match=r"^quant\.backward=int8: set quant\.backward=bf16, because low-bit"):
-        build.check_backward(low, on_gpu=True)
-    build.check_backward(run_of(tmp_path), on_gpu=True)
-
-
 def test_a_dry_run_and_the_memory_plan_know_it(tmp_path):
     plain, low = run_of(tmp_path), run_of(tmp_path, "quant.backward=int8")
     assert "gradients of linear layers in int8 codes" in description.describe(low)

@@ -305,7 +305,8 @@ def test_codes_are_numpys_on_a_gpu(form, shape, source, factors):
 @on_hopper
 @pytest.mark.parametrize("form", FORMATS)
 def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
-    """Of sizes that no tile divides. Floats of eight bits that tensor cores alone sum err by 1e-4 of the magnitudes."""
+    """Sizes that no tile divides. Sums of e4m3 codes within tensor cores err by 1e-4 of the magnitudes. On an H200
+    those of XLA at its highest precision err by 7e-6."""
     rows, outputs, inputs = 4000, 1040, 528
     rng = np.random.default_rng(1)
     x, w, dy = (
@@ -324,11 +325,14 @@ def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
     if form == "int8":
         assert_equal_bits(own, xla)
         return
-    for a, b in zip(own, xla, strict=True):
-        np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (a, b)), rtol=2**-7, atol=1e-6)
-    bits = backward.halves(backward.random_bits(dy.shape, backward.random_bits((2,), low.seed)[0]))
-    wide = dy.astype(jnp.float32)
-    codes, scale = backward.codes_of(wide * used[1], 0, GRIDS[form], bits[1])
-    lhs, rhs = float64(codes, 1).T, float64(used[0], 1)
-    error = np.abs(np.asarray(run(quant.PLAIN, jnp.float32)[1]) / np.asarray(scale).T - lhs @ rhs)
-    assert np.all(error <= 1e-6 * (np.abs(lhs) @ np.abs(rhs)))
+    seed = backward.random_bits((2,), low.seed)[0]
+    ways = backward._Contraction(1, qt.scales.T), backward._Contraction(0, used[1])
+    (_, dx), (_, dw) = made = numpys(np.asarray(dy), seed, form, ways)
+    lhs, rhs = (float64(dx, 1), float64(dw, 1).T), (float64(qt.codes, 1), float64(used[0], 1))
+    scales = [np.asarray(largest, np.float64)[:, None] / GRIDS[form].largest for largest, _ in made]
+    for a, b, scale, gradients in zip(lhs, rhs, scales, zip(own, xla, strict=True), strict=True):
+        exact, magnitudes = scale * (a @ b), scale * (np.abs(a) @ np.abs(b))
+        for gradient in gradients:  # each is rounded to bfloat16 once
+            over = np.abs(np.asarray(gradient, np.float64) - exact) - 2.0**-8 * np.abs(exact)
+            share = np.max(over / magnitudes)
+            assert share <= 2e-5, share
