@@ -170,6 +170,7 @@ def refused(world, capsys):
         (["rollout.partial={over_provision: 2, chunk: 8}"], ["partial.chunk=8", "max_response_len=8", "Lower it"]),
         (["rollout.router_replay=true"], ["router_replay=true", "rollout.engine.name=vllm"]),
         (["rollout.norm_noise={end: 0}"], ["rollout.norm_noise", "end must be positive", "norm_noise=null"]),
+        (["rollout.norm_noise={start: 100}"], ["start=100.0 is larger than the norm gains", "0.01"]),
         (["rollout.norm_noise={start: 1e-4, end: 1e-2}"], ["start=0.0001 is below end=0.01", "exchange the two"]),
         (["rollout.norm_noise={stages: 2}"], ["rollout.norm_noise", "stages must be at least 3, got 2"]),
         (["rollout.norm_noise={}", "loss.name=grpo"], ["rollout.norm_noise", "set loss.mismatch=tis"]),

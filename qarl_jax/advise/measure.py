@@ -6,9 +6,10 @@ A step's phases grow linearly with the number of layers. So two models, of two l
 take. The runs have the real config's batch, lengths, schemes, optimizer and engine. Weights and prompts are random, and
 the reward is always 0.
 
-Steps under other schemes differ by their products. Those of one layer are timed under `TIMED`, as `quant.dot` has them:
-for a token of every sequence, and for a micro-batch forward and backward. What vLLM computes is its own, so its
-sampling differs by the recorded rates, and so does all of a scheme that was not timed.
+Steps under other schemes differ by their products. Those of one layer are timed under bf16 and under every scheme that
+has a `baseline_k3`, as `quant.dot` has them: for a token of every sequence, and for a micro-batch forward and backward.
+What vLLM computes is its own, so its sampling differs by the recorded rates, and so does all of a scheme that was not
+timed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ LAYERS = (2, 8)  # of the two models, where the whole one has more
 STEPS = 3  # of a run, after one that compiles
 LIMIT_S = 300.0  # of a run
 PROMPT_WORDS = 32
-TIMED = ("bf16", "w8a8", "fp8", "w4a16")  # with the measured one, seconds each
 MOST_TOKENS = 1024  # that a layer's products are timed with; more take as much longer
 WORDS = 256  # of the vocabulary where one layer is timed
 
@@ -75,7 +75,7 @@ def corrected(forecasts: Mapping[str, Forecast], scheme: str, machine: Machine) 
       UserError: the trainer failed on this machine, or took too long; the message has the trainer's last line.
     """
     base = forecasts[scheme]
-    timed = [name for name in dict.fromkeys((scheme, *TIMED)) if name in forecasts and forecasts[name].seconds]
+    timed = [name for name, each in forecasts.items() if each.seconds and (name == scheme or each.k3_bf16 is not None)]
     measured = whole_step(base.cfg)
     with progress.task("timing schemes", len(timed), "schemes") as task:
         terms = counts.of_step(base.cfg, machine, base.mean_len)

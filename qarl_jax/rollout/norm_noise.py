@@ -59,6 +59,8 @@ class Config:
                 raise UserError(
                     f"{name} must be positive and finite, got {getattr(self, name)}; norm_noise=null is none."
                 )
+        if self.start > 1:
+            raise UserError(f"start={self.start} is larger than the norm gains, which are near 1; QeRL's is 0.01.")
         if self.start < self.end:
             raise UserError(f"start={self.start} is below end={self.end}, but the noise shrinks: exchange the two.")
         at_least(self, 3 if self.schedule == "code" else 2, "stages")
