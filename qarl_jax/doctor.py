@@ -341,8 +341,11 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         else:
             yield Check(name=name, status="ok", found=found)
     if cfg.quant.backward != "bf16":
-        found = f"dX and dW of these matrices in {cfg.quant.backward} codes"
-        yield Check(name="backward", status="ok", found=found)
+        try:
+            build.check_backward(cfg)
+            yield Check(name="backward", status="ok", found=f"dX and dW of them in {cfg.quant.backward} codes")
+        except UserError as error:
+            yield failed("backward", error)
 
 
 def mesh(cfg: RunConfig) -> Check:
@@ -391,8 +394,7 @@ def memory_plan(cfg: RunConfig) -> Check:
 
 
 def one_layer(cfg: RunConfig) -> PolicyWeights:
-    """Returns random weights of the model's widths under the sampler's scheme, for a probe. Vocabulary and experts are
-    few; the layers end with the first that has the most quantized matrices."""
+    """Returns random weights for a probe: few tokens and experts; the last layer is the first with most QTensors."""
     full = build.model_config(cfg, cfg.quant.rollout_scheme, attention=cfg.model.attention)
     quantized = [sum(bool(scheme) for scheme in full.signature(layer)[1:]) for layer in range(full.num_layers)]
     shown = quantized.index(max(quantized))
@@ -476,8 +478,7 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
 
 
 def before_a_run(cfg: RunConfig) -> Iterator[Check]:
-    """Yields the checks, of seconds each, that a run makes before it starts, the cheapest first. JAX initializes no
-    device."""
+    """Yields the checks, of seconds each, that a run makes before it starts. JAX initializes no device."""
     yield (folder := run_folder(cfg))
     yield trackers(cfg)
     yield data_files(cfg)

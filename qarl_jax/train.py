@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress.shown() if processes.is_first() else contextlib.nullcontext():
         with progress.task("checking machine and config"):
             doctor.ask(doctor.before_a_run(cfg))
+            build.check_backward(cfg)
         with progress.task("reading prompts"):
             cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
         cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here

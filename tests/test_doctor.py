@@ -11,6 +11,7 @@ import sys
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from qarl_bridge.protocol.messages import BridgeError
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from qarl_jax import doctor, models, quant, train
 from qarl_jax.memory import learner, plan
 from qarl_jax.observe.trackers import watched
+from qarl_jax.quant.backward import GRIDS
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as embedded
 from qarl_jax.rollout.vllm import engine as vllm
@@ -68,6 +70,17 @@ def test_the_memory_plan_has_room_for_the_longest_prompt_and_no_more(tmp_path, m
 def test_a_low_bit_backward_is_told(world, capsys):
     _, lines = report(capsys, *world.command("quant.backward=fp8"))
     assert (lines["backward"]["status"], "fp8" in lines["backward"]["found"]) == ("ok", True)
+
+
+def test_a_compiler_that_breaks_the_rounding_is_told(world, capsys, monkeypatch):
+    """As JAX 0.11.2 did on an H200, where the lowest byte of an integer came out as 255."""
+    broken = dataclasses.replace(GRIDS["int8"], rounded=lambda x, _: jnp.full(x.shape, -1, jnp.int8))
+    monkeypatch.setitem(GRIDS, "int8", broken)
+    _, lines = report(capsys, *world.command("quant.backward=int8"))
+    assert lines["backward"]["status"] == "fail"
+    assert "set quant.backward=bf16" in lines["backward"]["found"] + lines["backward"]["todo"]
+    assert train.main([*world.command("quant.backward=int8")]) == 2
+    assert re.search(r"196,608 numbers are rounded wrongly .* set quant\.backward=bf16", capsys.readouterr().err)
 
 
 def test_it_leaves_nothing_behind(world, capsys):

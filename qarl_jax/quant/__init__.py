@@ -10,7 +10,7 @@ One file per scheme; `schemes.SCHEMES` is the registry.
 
 from qarl_jax.numerics.engine import PLAIN, PROFILES, Numerics, resolve
 from qarl_jax.numerics.float32 import divide, pack_int4, round_to, unpack_int4
-from qarl_jax.quant.backward import Backward
+from qarl_jax.quant.backward import Backward, misrounded
 from qarl_jax.quant.dot import dot, expert_dot, sum_of_shards
 from qarl_jax.quant.qtensor import Coded, QTensor, inputs_of, rows_of
 from qarl_jax.quant.rules import Rules

@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from qarl_jax.kernels import rounding_triton
@@ -160,6 +161,24 @@ def _coded(
 
     platforms = {"cuda": kernel} if rounding_triton.serves(x, numerics) else {}
     return jax.lax.platform_dependent(x, default=plain, **platforms)
+
+
+def misrounded(form: Format, numerics: Numerics) -> int:
+    """Counts codes that are no neighbours of their numbers, of 256 x 256 numbers rounded on this host's first device.
+
+    A compiler can break the rounding without an error: JAX 0.11.2 did so on an H200 (`stochastic.to_int8`).
+    """
+    grid, wrong = GRIDS[form], 0
+    numbers = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.bfloat16)
+    for ways in ((_Contraction(1), _Contraction(0)), (_Contraction(0),)):
+        made = jax.jit(lambda x, ways=ways: _coded(x, grid, numerics, jnp.uint32(0), *ways))(numbers)
+        for way, found in zip(ways, made, strict=True):
+            codes, scale = (np.asarray(part, np.float64) for part in found)
+            x = np.asarray(numbers, np.float64) / (scale if way.axis else scale.T)
+            x = x if way.axis else x.T
+            step = 1 if form == "int8" else np.maximum(np.abs(x) / 8, 2.0**-9)  # between neighbours, at most
+            wrong += int(np.sum(~(np.abs(codes - x) <= step * (1 + 1e-5))))
+    return wrong
 
 
 def _transposed(x: Array, numerics: Numerics) -> Array:

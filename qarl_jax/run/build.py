@@ -110,6 +110,21 @@ def model_config(
     return made if cfg.lora is None else made.with_ignored
 
 
+def check_backward(cfg: RunConfig) -> None:
+    """Rounds some numbers on this host's first device, as the gradients of `quant.backward` are.
+
+    Raises:
+      UserError: a code is wrong.
+    """
+    form = cfg.quant.backward
+    numerics = dataclasses.replace(quant.PLAIN, own_kernels=cfg.quant.kernels == "auto")
+    if form != "bf16" and (wrong := quant.misrounded(form, numerics)):
+        raise UserError(
+            f"quant.backward={form}: {wrong:,} of 196,608 numbers are rounded wrongly on this device, by a fault of its"
+            f" compiler (jax {jax.__version__}): set quant.backward=bf16."
+        )
+
+
 def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None, scheme: str | None = None) -> Any:
     """Makes the policy's graphdef (the model's static half) under `quant.forward`, from config.json alone.
 

@@ -47,6 +47,15 @@ def layer(scheme, form, seed=jnp.uint32(7)):
     return run
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_wrong_codes_are_counted(form, monkeypatch):
+    assert backward.misrounded(form, quant.PLAIN) == 0
+    grid = GRIDS[form]
+    next_but_one = lambda x, bits: grid.rounded(1.5 * x, bits)  # noqa: E731
+    monkeypatch.setitem(GRIDS, form, dataclasses.replace(grid, rounded=next_but_one))
+    assert backward.misrounded(form, quant.PLAIN) > 100_000
+
+
 def float64(codes, scale):
     return np.asarray(codes).astype(np.float64) * np.asarray(scale, np.float64)
 
