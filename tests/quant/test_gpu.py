@@ -10,6 +10,8 @@ import pytest
 from qarl_jax import quant
 from qarl_jax.numerics.float32 import divide, round_to
 from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.numerics.stochastic import round_stochastically
+from qarl_jax.optim import eight_bit
 from qarl_jax.quant.schemes.fp8 import to_e4m3
 from tests.reference import quant_reference as ref
 
@@ -39,6 +41,24 @@ def test_roundings_survive_a_cast_back_on_the_gpu():
     np.testing.assert_array_equal(np.asarray(back), ref.bf(x))
     back = jax.jit(lambda x: to_e4m3(x).astype(jnp.float32))(x)
     np.testing.assert_array_equal(np.asarray(back), x.clip(-448, 448).astype(ref.F8).astype(np.float32))
+
+
+def test_stochastic_rounding_to_bfloat16_gives_the_bits_of_a_cpu():
+    x, rounded = gaussian(1024, 1024), jax.jit(round_stochastically)
+    here, there = (rounded(jax.device_put(x, d), jnp.uint32(5)) for d in (jax.devices()[0], jax.devices("cpu")[0]))
+    assert np.asarray(here).tobytes() == np.asarray(there).tobytes()
+
+
+@pytest.mark.parametrize("grid", ["LINEAR", "SIGNED", "UNSIGNED"])
+def test_codes_of_moments_are_a_cpus_but_where_a_logarithm_rounds_otherwise(grid):
+    x, made = np.abs(gaussian(1024, 1000)), getattr(eight_bit, grid)
+    x = x * np.where(np.random.default_rng(1).random(x.shape) < 0.5, -1, 1) if made.signed else x
+    encoded = jax.jit(lambda x: eight_bit.encode(x, made, jnp.uint32(5)))
+    here, there = (encoded(jax.device_put(x, d)) for d in (jax.devices()[0], jax.devices("cpu")[0]))
+    assert np.asarray(here.scale).tobytes() == np.asarray(there.scale).tobytes()
+    apart = np.abs(np.asarray(here.codes, np.int32) - np.asarray(there.codes, np.int32))
+    assert apart.max() <= 1
+    assert apart.mean() < 1e-3
 
 
 @pytest.mark.parametrize("profile", quant.PROFILES)
