@@ -73,7 +73,7 @@ def test_a_low_bit_backward_is_told(world, capsys):
 
 
 def test_a_compiler_that_breaks_the_rounding_is_told(world, capsys, monkeypatch):
-    """As JAX 0.11.2 did on an H200, where the lowest byte of an integer came out as 255."""
+    """As CUDA 13.0 did on an H200, where the lowest byte of an integer came out as 255."""
     broken = dataclasses.replace(GRIDS["int8"], rounded=lambda x, _: jnp.full(x.shape, -1, jnp.int8))
     monkeypatch.setitem(GRIDS, "int8", broken)
     _, lines = report(capsys, *world.command("quant.backward=int8"))

@@ -89,8 +89,8 @@ def _integers(x: Float[Array, "*S"], bits: Array) -> Array:
 def to_int8(x: Float[Array, "*S"], bits: Array) -> Array:
     """Rounds float32 stochastically to int8, with expectation x to about 2^-17; clips to [-127, 127].
 
-    The clip is not only for large x. Without it JAX 0.11.2 writes codes of -1 on an H200 (CUDA 13.0), from kernels of
-    Triton and of XLA, although their PTX is right. The clip tells compilers the range of the integer.
+    The clip also puts an integer instruction before the store. CUDA's assembler up to 13.0 reads `st.b8` of a register
+    that `add.f32` wrote as a conversion of the float to a byte, here 255. That of CUDA 13.5 stores the lowest byte.
 
     Args:
       bits: 16 random bits per element, uint32.

@@ -166,7 +166,7 @@ def _coded(
 def misrounded(form: Format, numerics: Numerics) -> int:
     """Counts codes that are no neighbours of their numbers, of 256 x 256 numbers rounded on this host's first device.
 
-    A compiler can break the rounding without an error: JAX 0.11.2 did so on an H200 (`stochastic.to_int8`).
+    A compiler can break the rounding without an error: CUDA 13.0 did so on an H200 (`stochastic.to_int8`).
     """
     grid, wrong = GRIDS[form], 0
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.bfloat16)
