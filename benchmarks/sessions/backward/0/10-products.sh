@@ -5,4 +5,4 @@ if [ -n "${TINY:-}" ]; then
   model=tiny sizes=(--tokens 128 --repeats 1)
 fi
 python3 -m benchmarks.backward products --model "$model" "${sizes[@]}" --out "$RESULTS/backward_products_$model.json"
-[ -n "${TINY:-}" ] || JAX_PLATFORMS=cuda python3 -m pytest -q -m gpu tests/quant/test_backward.py -p no:cacheprovider | tail -n 20
+[ -n "${TINY:-}" ] || JAX_PLATFORMS=cuda,cpu python3 -m pytest -q -m gpu tests/quant/test_backward.py -p no:cacheprovider | tail -n 20
