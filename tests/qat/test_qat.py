@@ -404,6 +404,23 @@ def test_too_little_text_is_told(world, capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("4+5=", r"shorter than a row of 16 tokens: lower text\.row_len, or name more text\.$"),
+        # One piece of a text, which is trained on.
+        ("1+2=" * 200, r"data\.holdout=0\.2 keeps none of .* rows: raise it, or name more text\.$"),
+    ],
+)
+def test_a_text_of_one_piece_is_told_with_what_qat_can_change(world, tmp_path, text, said, capsys):
+    path = tmp_path / "one.txt"
+    path.write_text(text)
+    source = {"source": {"name": "jsonl", "path": str(path)}, "template": "raw", "holdout": 0.2}
+    assert run(world, tree(world, "one_piece", data=source)) == 2
+    assert re.search(said, capsys.readouterr().err.strip())
+    assert not pathlib.Path(world.folder, "one_piece.work").exists()
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"stages": ["w4a16:g40"]}, r"cannot quantize model\.layers\..*not a multiple of the group size 40"),
