@@ -47,6 +47,19 @@ def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_pa
     assert len(later) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", ["w2a16_midpoint:g32", "w8a16_asym:g32"])
+def test_widths_beside_an_embedding_and_a_head_in_four_bits(forward, tmp_path):
+    world = tiny.World(tmp_path).changed(
+        quant={"forward": forward, "rules": [{"match": "embed|head", "scheme": "w4a16:g32"}]},
+        train={"widths": [8, 2], "steps": 1},
+        eval={"widths": [8, 2], "at_start": True, "at_end": False},
+    )
+    assert train.main(world.command()) == 0
+    assert world.records()[0]["mismatch/k3"] < 1e-9
+    assert {"eval/reward/mean", f"eval_w{10 - int(forward[1])}/reward/mean"} <= world.records("eval")[0].keys()
+
+
 @pytest.mark.parametrize("engine", ["jax", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.nightly
 def test_an_engine_that_serves_eight_bits_is_switched_to_what_an_engine_of_two_bits_serves(engine, tmp_path):

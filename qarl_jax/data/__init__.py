@@ -39,6 +39,10 @@ NO_EVALUATION = "eval.every=0 eval.at_start=false eval.at_end=false"
 SourceConfig = Annotated[Any, Variants(SOURCE_NAMES)]
 
 
+class NothingHeldOutError(UserError):
+    """No prompt of the data is held out. The message is for a run; other commands say their own."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Sources of prompts, and their templates.
@@ -105,7 +109,8 @@ def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train", hint_
     hint_len: tokens by which a prompt with its hint may exceed `cfg.prompt_limit`.
 
     Raises:
-      UserError: see the sources; also for an empty held-out split.
+      NothingHeldOutError: the held-out split is empty.
+      UserError: see the sources.
     """
     template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.prompt_limit, cfg.hint, hint_len)
     source: PromptSource
@@ -115,7 +120,7 @@ def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train", hint_
     else:
         source = _opened(cfg.source, template, split, cfg.holdout)
     if split == "heldout" and len(source) == 0:
-        raise UserError(
+        raise NothingHeldOutError(
             f"data.holdout={cfg.holdout} leaves no held-out prompt to evaluate on; raise it, name other data in"
             f" eval.data, or turn evaluation off with {NO_EVALUATION}."
         )

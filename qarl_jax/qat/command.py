@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from qarl_jax.optim import build, leafwise
 from qarl_jax.qat import distill, split, text
 from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
-from qarl_jax.quant import check_quantizable
+from qarl_jax.quant import check_quantizable, parse_scheme
 from qarl_jax.run import export, made, on_disk
 from qarl_jax.runtime import locks, progress
 from qarl_jax.typed_config import load
@@ -136,6 +137,12 @@ class Config:
                 )
             for bits in self.widths:
                 rules.at_width(bits)
+        for before, after in itertools.pairwise(self.stages):
+            if _bits(after) > _bits(before):
+                raise UserError(
+                    f"stages goes up from {before} to {after}: list schemes from many bits to few. RL starts"
+                    " under the last one."
+                )
         if len(set(self.widths)) < len(self.widths):
             raise UserError(f"widths={list(self.widths)} names a width twice: name it once.")
         if self.split and (self.train is None or self.widths):
@@ -156,6 +163,11 @@ class Config:
         both = {"train": self.train, "distill": self.distill}
         return {name: part for name, part in both.items() if part is not None}
 
+    @property
+    def served(self) -> str:
+        """The last scheme, with its group: without one a run would take its own `quant.group_size`."""
+        return str(parse_scheme(self.stages[-1]))
+
     def plan(self, part: Train) -> Plan:
         """Returns the schedule of updates of a section."""
         return Plan(rows=self.text.rows, batch=part.batch, epochs=part.epochs, seed=self.seed)
@@ -164,6 +176,15 @@ class Config:
     def work(self) -> pathlib.Path:
         """The folder for work in progress, OUT.work."""
         return pathlib.Path(self.out + ".work")
+
+
+def _bits(name: str) -> tuple[int, int]:
+    """The bits of a low-bit scheme's weights and activations."""
+    scheme = parse_scheme(name)
+    assert scheme is not None
+    weights, activations = scheme.wire.weights, scheme.wire.activations
+    bits = getattr(scheme, "bits", weights["num_bits"])  # fewer than its container's
+    return bits, activations["num_bits"] if activations else 16
 
 
 def start_over(cfg: Config) -> None:
@@ -255,7 +276,7 @@ def _run(cfg: Config, job: Job) -> None:
                     print("end-to-end training did harm: lower distill.optimizer.lr, or set distill=null", flush=True)
             made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), perplexity=perplexity, **facts)
     shutil.rmtree(cfg.work)
-    print(f"wrote {cfg.out}; RL starts from it with model.path={cfg.out} quant.forward={cfg.stages[-1]}")
+    print(f"wrote {cfg.out}; RL starts from it with model.path={cfg.out} quant.forward={cfg.served}")
 
 
 def _tell(perplexity: dict[str, float]) -> None:

@@ -46,12 +46,22 @@ def rows(
     cfg = dataclasses.replace(cfg, max_prompt_len=cfg.max_prompt_len or _LONGEST)
     stop = data.stop_token_ids(tokenizer, model)[0]
     train = _cut(_tokens(cfg, tokenizer, "train", stop, seed), count, length)
+    if not len(train):
+        raise UserError(
+            f"the data set is shorter than a row of {length} tokens: lower text.row_len, or name more text."
+        )
     if len(train) < count:
         raise UserError(
             f"the data set has text for {len(train)} rows of {length} tokens, and text.rows asks for {count}: lower it,"
             " or name more text."
         )
-    held = _cut(_tokens(cfg, tokenizer, "heldout", stop, seed), heldout, length)
+    try:
+        held = _cut(_tokens(cfg, tokenizer, "heldout", stop, seed), heldout, length)
+    except data.NothingHeldOutError:
+        raise UserError(
+            f"data.holdout={cfg.holdout} keeps none of the data set's documents for held-out rows: raise it, or name"
+            " more text."
+        ) from None
     if not len(held):
         raise UserError(
             f"the held-out share of the data set is shorter than a row of {length} tokens: raise data.holdout, or lower"

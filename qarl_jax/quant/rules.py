@@ -39,8 +39,13 @@ class Rules:
     rules: tuple[tuple[str, Scheme | None], ...] = ()
 
     def at_width(self, bits: int) -> Rules:
-        """Returns the rules with every scheme at another bit width of its grid; errors as `schemes.at_width`."""
-        return Rules(tuple((match, at_width(scheme, bits)) for match, scheme in self.rules))
+        """Returns the rules with every scheme at another bit width of its grid; errors as `schemes.at_width`. The
+        schemes of rules that name the embedding or the head have one width, and stay."""
+
+        def own(match: str, scheme: Scheme | None) -> Scheme | None:
+            return scheme if any(table in match for table in formats.TABLES.values()) else at_width(scheme, bits)
+
+        return Rules(tuple((match, own(match, scheme)) for match, scheme in self.rules))
 
     @classmethod
     def parse(cls, rules: Iterable[Any], group_size: int | None = None) -> Rules:

@@ -13,6 +13,7 @@ from qarl_jax.optim.build import OPTIMIZERS
 from qarl_jax.quant.config import Config as QuantConfig
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import config as vllm
+from qarl_jax.run import made
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import processes
 
@@ -37,6 +38,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
     lines = [
         ("scheme", schemes),
+        *[("", text) for text in _trained_for(cfg)],
         *([("adapters", cfg.lora.words)] if cfg.lora is not None else []),
         *[("" if number else "note", text) for number, text in enumerate(arm)],
         ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
@@ -56,6 +58,18 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _trained_for(cfg: RunConfig) -> list[str]:
+    """Warns in one line of a policy that `qat` trained for another grid than the sampler's, mostly in other groups."""
+    trained = made.read_receipt(cfg.model.path, "qat.json").get("config")
+    if not trained:
+        return []
+    served = quant.parse_scheme(trained["stages"][-1])
+    grids = [quant.at_width(served, bits) for bits in trained["widths"]] or [served]
+    sampler = quant.parse_scheme(cfg.quant.rollout_scheme, cfg.quant.group_size)
+    names = " and ".join(map(str, grids))
+    return [] if sampler in grids else [f"the policy was trained for {names}, and is sampled in {sampler or 'bf16'}"]
 
 
 def _arm(cfg: QuantConfig) -> list[str]:

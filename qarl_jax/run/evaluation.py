@@ -266,6 +266,8 @@ def run(
         limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
+        # One policy is evaluated, under one scheme: it has no learners of other widths.
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, widths=()))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
         numerics = None if source is None else stamp.learner_numerics(cfg, saved)
         graphdef = build.policy_graphdef(cfg, numerics, scheme)

@@ -13,7 +13,8 @@ merged, so that transformers computes equal outputs; codes keep the duplicated i
 
 `--tables w4a16:g64` gives the embedding and the head a scheme, too.
 
-`--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
+`--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it, in a run or, with
+`--model DIR --scheme w8a16_asym`, by `qat` with `widths`.
 
 For a run with `lora`, hf merges the adapters into the base's weights; compressed-tensors has the base alone.
 
@@ -202,13 +203,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scheme", help="with --model: w4a16, w2a16:g64, ...")
     parser.add_argument("--tables", default="", help="with --model: w4a16 or w4a16_asym for embedding and head")
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
+    parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy on the 8-bit grid (w8a16_asym)")
     args = parser.parse_args(argv)
     if args.model is not None:
-        if args.bits is not None or args.format == "peft" or (args.scheme is None and args.format != "hf"):
-            parser.error("--model is quantized: give --scheme, no --bits, and no --format but compressed-tensors or hf")
-        scheme = models.rules_with_tables(args.scheme or "bf16", args.tables)
-        export_model(args.model, scheme, args.out, args.format or "compressed-tensors")
+        if args.format == "peft" or (args.scheme is None and args.format != "hf"):
+            parser.error("--model is quantized: give --scheme, and no --format but compressed-tensors or hf")
+        if args.bits is not None and args.scheme in (None, "bf16"):
+            parser.error("--bits takes the top bits of an 8-bit grid: give --scheme w8a16_asym")
+        rules = models.parse_rules(models.rules_with_tables(args.scheme or "bf16", args.tables))
+        rules = rules if args.bits is None else rules.at_width(args.bits)
+        export_model(args.model, rules, args.out, args.format or "compressed-tensors")
     elif args.format is None or args.scheme is not None or args.tables:
         parser.error("--checkpoint needs --format, and takes no --scheme and no --tables: its run has them")
     else:

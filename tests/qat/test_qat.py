@@ -154,14 +154,21 @@ def test_widths_are_of_one_grid(world, capsys):
 
 
 @pytest.mark.nightly
-def test_weights_go_down_to_two_bits_and_then_activations(world):
+def test_weights_go_down_to_two_bits_and_then_activations(world, capsys):
     stages = ["w8a16_asym", "w4a16_asym", "w2a16_asym", "w2a2"]
     assert run(world, tree(world, "activations", stages=stages)) == 0
+    assert "quant.forward=w2a2:g32\n" in capsys.readouterr().out  # a run's own quant.group_size is 128
     for record in made.read_receipt(world.folder / "activations", "qat.json")["blocks"]:
         ends = [after for _, after in record["stages"]]
         assert len(ends) == 4
         assert ends[1] < ends[2] < ends[3]
         assert record["trained"] < record["rounded"]
+
+
+def test_the_scheme_for_rl_has_the_group_that_was_trained(world):
+    path = world.folder / "named.yaml"
+    path.write_text(yaml.safe_dump(tree(world, "named", stages=["w8a16_asym", "w2a16_asym"])))
+    assert load.load(command.Config, path).served == "w2a16_asym:g32"
 
 
 @pytest.mark.nightly
@@ -397,11 +404,30 @@ def test_too_little_text_is_told(world, capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("4+5=", r"shorter than a row of 16 tokens: lower text\.row_len, or name more text\.$"),
+        # One piece of a text, which is trained on.
+        ("1+2=" * 200, r"data\.holdout=0\.2 keeps none of .* rows: raise it, or name more text\.$"),
+    ],
+)
+def test_a_text_of_one_piece_is_told_with_what_qat_can_change(world, tmp_path, text, said, capsys):
+    path = tmp_path / "one.txt"
+    path.write_text(text)
+    source = {"source": {"name": "jsonl", "path": str(path)}, "template": "raw", "holdout": 0.2}
+    assert run(world, tree(world, "one_piece", data=source)) == 2
+    assert re.search(said, capsys.readouterr().err.strip())
+    assert not pathlib.Path(world.folder, "one_piece.work").exists()
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"stages": ["w4a16:g40"]}, r"cannot quantize model\.layers\..*not a multiple of the group size 40"),
         ({"stages": []}, "stages names one low-bit scheme or more"),
         ({"stages": ["bf16"]}, "stages names one low-bit scheme or more"),
+        ({"stages": ["w2a16", "w4a16"]}, "stages goes up from w2a16 to w4a16: list schemes from many bits to few"),
+        ({"stages": ["w2a2", "w2a16_asym"]}, "stages goes up from w2a2 to w2a16_asym"),
         ({"stages": ["w8a16_asym:g32"], "widths": [8, 8]}, r"widths=\[8, 8\] names a width twice"),
         ({"seed": -1}, r"seed must lie in \[0, 2\^31\), got -1"),
         (

@@ -33,6 +33,14 @@ def test_rules_are_hashable_and_take_the_default_group_size():
     assert Rules.parse([{"match": "x", "scheme": "w4a16"}], group_size=64).scheme_for("x") == w4a16.Config(64)
 
 
+def test_another_width_keeps_the_scheme_of_embedding_and_head():
+    tables = {"match": "embed|head", "scheme": "w4a16"}
+    rules = Rules.parse([tables, {"match": "", "scheme": "w8a16_asym"}], 32)
+    assert rules.at_width(2) == Rules.parse([tables, {"match": "", "scheme": "w2a16_midpoint"}], 32)
+    with pytest.raises(UserError, match="w4a16:g32 has one width"):
+        Rules.parse([{"match": "mlp", "scheme": "w4a16"}], 32).at_width(2)
+
+
 @pytest.mark.parametrize(
     ("rule", "says"),
     [

@@ -192,6 +192,8 @@ def test_steps_folders_schemes_and_sampling_can_be_chosen(run, capsys):
     full = as_json(capsys, *run.command(), "--scheme", "bf16")
     assert full != folder
     assert as_json(capsys, *run.command("quant.forward=w4a16:g128"), "--scheme", "bf16") == full
+    nested = run.command("quant.forward=w2a16_midpoint:g32", "train.widths=[8,2]")
+    assert as_json(capsys, *nested, "--scheme", "w4a16:g32") == folder  # a scheme of one width
     narrow = as_json(capsys, "--checkpoint", run.run_dir, "eval.top_p=0.5", "eval.num_samples=3", "eval.num_prompts=0")
     assert narrow["eval/prompts"] > 4
     assert "eval/pass_at_3" in narrow

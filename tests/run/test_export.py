@@ -210,6 +210,21 @@ def test_one_checkpoint_is_exported_at_every_width_of_its_grid(run, tmp_path):
             assert held[2][name].tobytes() == whole.tobytes()
 
 
+@pytest.mark.slow
+def test_a_model_folder_is_exported_at_a_width_as_under_the_slices_name(run, tmp_path, capsys):
+    held = []
+    for scheme, *bits in (("w2a16_midpoint:g32",), ("w8a16_asym:g32", "--bits", "2")):
+        out = tmp_path / str(len(held))
+        assert export.main(["--model", str(run.model), "--scheme", scheme, *bits, "--out", str(out)]) == 0
+        held.append((out / "model.safetensors").read_bytes())
+    assert held[0] == held[1]
+    said = refused(capsys, "--model", run.model, "--scheme", "w4a16:g32", "--bits", 2, "--out", tmp_path / "none")
+    assert "w4a16:g32 has one width: train under w8a16_asym" in said
+    with pytest.raises(SystemExit):
+        export.main(["--model", str(run.model), "--bits", "2", "--format", "hf", "--out", str(tmp_path / "none")])
+    assert "give --scheme w8a16_asym" in capsys.readouterr().err
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

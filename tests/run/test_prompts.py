@@ -89,6 +89,28 @@ def test_the_plan_counts_the_prompts_that_there_are_and_warns_of_few(opened):
         opened(40, holdout=0.0)
 
 
+@pytest.mark.parametrize(
+    ("trained", "forward", "said"),
+    [
+        ({"stages": ["w4a16_asym", "w2a16_asym"], "widths": []}, "w2a16_asym:g32", ""),
+        ({"stages": ["w2a16_asym"], "widths": []}, "w2a16_asym", "w2a16_asym:g32, and is sampled in w2a16_asym:g128"),
+        ({"stages": ["w2a16_asym"], "widths": []}, "bf16", "for w2a16_asym:g32, and is sampled in bf16"),
+        ({"stages": ["w8a16_asym"], "widths": [8, 2]}, "w2a16_midpoint:g32", ""),
+        (
+            {"stages": ["w8a16_asym"], "widths": [8, 2]},
+            "w4a16_midpoint:g32",
+            "for w8a16_asym:g32 and w2a16_midpoint:g32, and is sampled in w4a16_midpoint:g32",
+        ),
+    ],
+)
+def test_a_plan_says_for_which_grid_qat_trained_the_policy(tmp_path, trained, forward, said):
+    (tmp_path / "qat.json").write_text(json.dumps({"config": trained}))
+    values = {"model": {"path": str(tmp_path)}, "quant": {"forward": forward}}
+    plan = description.describe(config.from_dict(values | {"data": {"source": {"name": "jsonl", "path": "none"}}}))
+    assert said in plan
+    assert bool(said) == ("the policy was trained" in plan)
+
+
 def test_a_plan_without_its_data_says_what_was_asked_for():
     cfg = config.from_dict({"model": {"path": "none"}, "data": {"source": {"name": "jsonl", "path": "none"}}})
     assert "evaluation   128 prompts x 1 samples, before, after" in description.describe(cfg)
