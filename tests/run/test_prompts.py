@@ -141,3 +141,22 @@ def test_hints_by_a_file_that_has_no_training_question_are_refused(model, tmp_pa
                 open_prompts(cfg)
         else:
             open_prompts(cfg)
+
+
+def test_an_error_in_the_data_of_an_evaluation_names_its_own_section(model, tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"question": "1+1?", "answer": 2}\n')
+    other = tmp_path / "data.template.jsonl"
+    other.write_text('{"asked": "1+1?"}\n')
+    tree = {
+        "model": {"path": str(model)},
+        "data": {"source": {"name": "jsonl", "path": str(file)}, "template": "raw", "holdout": 0.0},
+        "train": {"prompts_per_step": 1},
+    }
+    for source, template, said in (
+        (file, "chat", r"^eval\.data\.template=chat, .* set eval\.data\.template=raw"),
+        (other, "raw", r"/data\.template\.jsonl:1: .* Set eval\.data\.source\.prompt_key and eval\.data\.source"),
+    ):
+        own = {"source": {"name": "jsonl", "path": str(source)}, "template": template}
+        with pytest.raises(UserError, match=said):
+            open_prompts(config.from_dict(tree | {"eval": {"data": own}}))
