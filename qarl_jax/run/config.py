@@ -106,6 +106,8 @@ class KLConfig:
             raise UserError(f"coef must not be negative, got {self.coef}; 0 turns the KL term off.")
         if not self.reference:
             raise UserError("reference is empty: give start, masters, or a model folder.")
+        if self.reference != "start" and not self.coef:
+            raise UserError(f"reference={self.reference} has no effect where coef is 0; set coef, for example 0.1.")
 
     @property
     def is_folder(self) -> bool:

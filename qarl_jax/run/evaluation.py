@@ -26,7 +26,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,11 @@ def record(run_dir: str | os.PathLike[str], version: int, result: Evaluation) ->
 
 
 def run(
-    cfg: RunConfig, *more: RunConfig, source: str | None = None, scheme: str | None = None
+    cfg: RunConfig,
+    *more: RunConfig,
+    source: str | None = None,
+    scheme: str | None = None,
+    check: Callable[[int, Sequence[Prompt]], None] | None = None,
 ) -> Iterator[tuple[Evaluation, int]]:
     """Evaluates one policy, once for each config. Model and engine come from the first config and start once.
 
@@ -249,6 +253,7 @@ def run(
       cfg: gives model, rollout engine, reward and `eval` section. more: configs with other rewards and `eval` sections.
       source: run folder or step folder to take the weights from; None: `model.path`.
       scheme: the sampler's scheme for every weight; None: the config's (quant.rollout, quant.rules).
+      check: called with each config's number and prompts before the model is loaded; may refuse them.
 
     Yields:
       (evaluation, version of the evaluated policy; 0 for `model.path`), as each is ready.
@@ -263,6 +268,9 @@ def run(
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
         asked = [build.eval_prompts(each, tokenizer, _say) for each in (cfg, *more)]
+        if check is not None:
+            for number, prompts in enumerate(asked):
+                check(number, prompts)
         limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
@@ -433,7 +441,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = None if args.out is None else Path(args.out).absolute()
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"--out {out}: not a file in a folder that exists.")
-    results = run(*cfgs, source=args.checkpoint, scheme=args.scheme)
+
+    def check(number: int, prompts: Sequence[Prompt]) -> None:
+        if asked[number][1] == "difficulty":
+            views.check([prompt.text for prompt in prompts], rates)
+
+    results = run(*cfgs, source=args.checkpoint, scheme=args.scheme, check=check)
     for (name, view), cfg, (result, version) in zip(asked, cfgs, results, strict=True):
         file = _out(out, *[name or OWN] * (len(names) > 1), *[view] * (len(asked) > len(names)))
         if file is not None:

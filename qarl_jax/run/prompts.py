@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qarl_jax import data
+from qarl_jax.data.sources import hints
 from qarl_jax.rewards.total import TERMS
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
@@ -16,6 +17,10 @@ from qarl_jax.types import Prompt, UserError
 
 LOOKED_AT = 64
 """Prompts whose lengths the plan tells; making a reasoning-gym task takes time."""
+
+
+SEARCHED = 2000
+"""Training questions among which one has to be in `data.hint.base`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,7 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     tokenizer = data.load_tokenizer(cfg.model.path)
     cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, tokenizer))
     train = data.make_source(cfg.data, tokenizer, "train")
+    _check_base(cfg.data, tokenizer)
     stream = data.PromptStream(train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
     first = [train.prompt(i) for i in range(min(LOOKED_AT, len(train)))]
     _check_answers(cfg, first)
@@ -64,6 +70,20 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     held_out = build.eval_prompts(cfg, tokenizer, said.append) if evaluates else []
     lines += [("evaluation", cfg.eval.words(len(held_out))), *(("", text) for text in said)]
     return cfg, Prompts(tokenizer=tokenizer, stream=stream, held_out=held_out, lines=lines)
+
+
+def _check_base(cfg: data.Config, tokenizer: Any) -> None:
+    """Refuses a hint whose `base` has none of the training questions: no prompt would get the hint."""
+    if cfg.hint is None or not cfg.hint.base:
+        return
+    rates = hints.pass_rates(cfg.hint.base)
+    bare = data.make_source(dataclasses.replace(cfg, hint=None), tokenizer, "train")
+    count = min(SEARCHED, len(bare))
+    if not any(bare.prompt(i).text in rates for i in range(count)):
+        raise UserError(
+            f"data.hint.base={cfg.hint.base}: none of the first {count} training questions is in it, so no question"
+            " gets a hint; ask the base the training questions (eval.data as data), not the held-out ones."
+        )
 
 
 def _check_answers(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:

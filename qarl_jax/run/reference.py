@@ -17,6 +17,7 @@ although later updates of a step see a policy that has changed.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from qarl_jax.learning.learner import Learner
 from qarl_jax.quant.config import Config as QuantConfig
 from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import TrainBatch, UserError
+from qarl_jax.types import AbsentError, TrainBatch, UserError
 
 Reference = Callable[[Any, TrainBatch], jax.Array]
 """(the policy's masters, a micro-batch) -> the reference's log-probs [B, T] float32 of its tokens."""
@@ -55,6 +56,10 @@ def check(cfg: RunConfig) -> None:
       UserError: the folder does not exist, or its tokenizer has another vocabulary.
     """
     if cfg.kl.coef and cfg.kl.is_folder:
+        if not os.path.isdir(cfg.kl.reference):
+            raise AbsentError(
+                f"kl.reference={cfg.kl.reference}: no such folder; give start, masters, or a Hugging Face model folder."
+            )
         ours, theirs = (data.load_tokenizer(path).get_vocab() for path in (cfg.model.path, cfg.kl.reference))
         if ours != theirs:
             raise UserError(

@@ -33,6 +33,16 @@ def overrides(view: str) -> list[str]:
     return [f"eval.hint.kind={view}"] if view in ("plan", "knowledge") else []
 
 
+def check(asked: Sequence[str], rates: Mapping[str, float]) -> None:
+    """Refuses questions, given as prompts' texts, of which the base policy has no pass rate. Raises `UserError`."""
+    missing = sum(text not in rates for text in asked)
+    if missing:
+        raise UserError(
+            f"--base: {missing} of {len(asked)} questions are not in it; evaluate the base on the same data, suite,"
+            " system message and template."
+        )
+
+
 def by_difficulty(records: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> dict[str, float]:
     """Computes accuracy by level of difficulty (`LEVELS`).
 
@@ -46,12 +56,7 @@ def by_difficulty(records: Sequence[Mapping[str, Any]], rates: Mapping[str, floa
     Raises:
       UserError: the base policy has no pass rate for one of the questions.
     """
-    missing = sum(record["prompt"] not in rates for record in records)
-    if missing:
-        raise UserError(
-            f"--base: {missing} of {len(records)} questions are not in it; evaluate the base on the same data, suite,"
-            " system message and template."
-        )
+    check([record["prompt"] for record in records], rates)
     edges = list(LEVELS.values())
     level = np.searchsorted(edges, [rates[record["prompt"]] for record in records])
     samples = len(records[0]["responses"])

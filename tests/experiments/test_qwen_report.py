@@ -3,11 +3,15 @@
 """The report on the real policy: what runs left is read back, and the plan's rules decide what it says."""
 
 import json
+import pathlib
+import re
 
 import pytest
 
 from experiments.qwen25_coder import report
 from qarl_jax.data.suites import IN_GSM_SYMBOLIC
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def lines(records):
@@ -121,6 +125,34 @@ def test_a_run_that_ended_early_is_not_among_those_that_did_not(runs):
     shorter = runs["qarl_w4a16_seed0"].files
     shorter["eval.jsonl"] = shorter["eval.jsonl"].splitlines(True)[0]
     assert cells(report.page(runs), "`qarl_w4a16`")[2:4] == ["10.0 ± 2.8", "30.0 ± 3.9 (of 1)"]
+
+
+def test_held_out_differences_are_paired_by_seed_with_an_interval_over_seeds(runs):
+    for name, mean in {"qarl_w4a16_seed0": 0.4, "qarl_w4a16_seed1": 0.34, "bf16_grpo_seed0": 0.31}.items():
+        after = {"version": 30, "eval/reward/mean": mean, "eval/reward/stderr": 0.02}
+        runs[name].files["eval.jsonl"] = lines([after | {"version": 0}, after])
+    found = report.held_out_differences(report.arms(runs))
+    # 10 and 4 points: 7 +- t_1 3, with t_1 = tan(0.475 pi) = 12.7. By two standard errors that would be clear.
+    assert "- `qarl_w4a16` less `rollout_w4a16_grpo`: 7.0 ± 38.1 (+10.0, +4.0)" in found.splitlines()
+    del runs["rollout_w4a16_grpo_seed1"]
+    assert "less `rollout_w4a16_grpo`" not in report.held_out_differences(report.arms(runs))  # one seed is no interval
+
+
+def test_readmes_leads_of_the_half_billion_are_those_of_the_record():
+    page = report.page(report.read([ROOT / "experiments/qwen25_coder/results.tar.xz"]))
+    assert page == (ROOT / "docs/appendix/qwen25_coder.md").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    titles = ("Held-out questions", "GSM8K, greedy", "GSM8K, T = 1")
+    held, greedy, sampled = (page.split(f"### {title}")[1].split("##")[0] for title in titles)
+    for pair, places in {
+        "`qarl_w4a16` less `rollout_w4a16_grpo`": (held, greedy, sampled),
+        "`bf16_grpo` less `qarl_w4a16`": (held,),
+        "`rollout_w4a16_tbpo` less `rollout_w4a16_grpo`": (held, sampled),
+        "`qarl_w4a16` less `seqmis_grpo_w4a16`": (greedy, sampled),
+    }.items():
+        for place in places:
+            (size,) = re.findall(rf"{pair}\W.*?(\d+\.\d ± \d+\.\d)", place)
+            assert re.search(rf"\b{size}\b", readme), (pair, size)
 
 
 def test_quotes_prefer_what_the_sampler_meant(runs):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qarl_jax import data
-from qarl_jax.data.sources import files
+from qarl_jax.data.sources import files, hints
 from qarl_jax.run import config, description
 from qarl_jax.run.prompts import open_prompts
 from qarl_jax.types import UserError
@@ -137,3 +137,48 @@ def test_a_reward_that_needs_answers_is_refused_where_the_data_has_none(model, t
         open_prompts(config.from_dict(tree | {"reward": {"name": "exact"}}))
     judged = {"name": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"}
     assert len(open_prompts(config.from_dict(tree | {"reward": judged}))[1].stream.source) == 1
+
+
+def test_hints_by_a_file_that_has_no_training_question_are_refused(model, tmp_path):
+    file, base = tmp_path / "sums.jsonl", tmp_path / "base.jsonl"
+    rows = [{"question": f"{i}+1?", "answer": i + 1, "solution": f"{i}+1\n{i + 1}"} for i in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "model": {"path": str(model)},
+        "data": {"source": {"name": "jsonl", "path": str(file)}, "template": "raw", "holdout": 0.5},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+        "train": {"prompts_per_step": 1},
+    }
+    asked = open_prompts(config.from_dict(tree))[1].stream.source
+    own = {asked.prompt(i).text for i in range(len(asked))}
+    tree["data"]["hint"] = {"base": str(base)}
+    cfg = config.from_dict(tree)
+    for known, is_refused in ((False, True), (True, False)):
+        hints.pass_rates.cache_clear()
+        chosen = [row["question"] for row in rows if (row["question"] in own) == known]  # else: the held-out ones
+        lines = [json.dumps({"prompt": text, "num_correct": 0, "responses": [{}]}) for text in chosen]
+        base.write_text("\n".join(lines) + "\n")
+        if is_refused:
+            with pytest.raises(UserError, match=rf"none of the first {len(own)} training questions is in it"):
+                open_prompts(cfg)
+        else:
+            open_prompts(cfg)
+
+
+def test_an_error_in_the_data_of_an_evaluation_names_its_own_section(model, tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"question": "1+1?", "answer": 2}\n')
+    other = tmp_path / "data.template.jsonl"
+    other.write_text('{"asked": "1+1?"}\n')
+    tree = {
+        "model": {"path": str(model)},
+        "data": {"source": {"name": "jsonl", "path": str(file)}, "template": "raw", "holdout": 0.0},
+        "train": {"prompts_per_step": 1},
+    }
+    for source, template, said in (
+        (file, "chat", r"^eval\.data\.template=chat, .* set eval\.data\.template=raw"),
+        (other, "raw", r"/data\.template\.jsonl:1: .* Set eval\.data\.source\.prompt_key and eval\.data\.source"),
+    ):
+        own = {"source": {"name": "jsonl", "path": str(source)}, "template": template}
+        with pytest.raises(UserError, match=said):
+            open_prompts(config.from_dict(tree | {"eval": {"data": own}}))

@@ -88,7 +88,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_is_loaded(w
     data.make_char_tokenizer("xyz", tmp_path)
     with pytest.raises(UserError, match="its tokenizer is not that of"):
         reference.check(world.changed(kl={"coef": 1.0, "reference": str(tmp_path)}).config)
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match=r"kl\.reference=models/none: no such folder; give start, masters, or a"):
         reference.check(world.changed(kl={"coef": 1.0, "reference": "models/none"}).config)
     reference.check(world.config)  # without a KL term nothing is read
 
@@ -100,6 +100,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_is_loaded(w
         ({"kl": {"coef": 1.0, "reference": "masters"}, "quant": {"forward": "bf16"}}, "its KL is 0"),
         ({"kl": {"coef": 1.0, "reference": "masters"}, "lora": {}}, "the base under lora has none"),
         ({"kl": {"coef": 1.0, "reference": ""}}, "give start, masters, or a model folder"),
+        ({"kl": {"reference": "masters"}}, "has no effect where coef is 0; set coef"),
     ],
 )
 def test_a_reference_that_says_nothing_is_refused(worlds, changes, said):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qarl_jax import plot, train
-from qarl_jax.run import evaluation, views
+from qarl_jax.run import build, evaluation, views
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -62,6 +62,14 @@ def test_a_run_is_seen_in_every_view_and_drawn(tmp_path, capsys):
     assert found[0].get("eval/difficulty_0", 0.0) == 0.0
     assert found[0].get("eval/difficulty_0/prompts", 0) == len(never)
     assert f"views_{world.run_dir.name}.png" in [path.name for path in plot.draw([run], tmp_path / "figures")]
+
+
+def test_a_base_of_other_questions_is_refused_before_the_model_is_loaded(capsys, tmp_path, monkeypatch):
+    world, base = tiny.World(tmp_path), tmp_path / "base.jsonl"
+    base.write_text(json.dumps(record("another question", 1)) + "\n")
+    monkeypatch.setattr(build, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert evaluation.main([*world.command(), "--view", "difficulty", "--base", str(base)]) == 2
+    assert "questions are not in it; evaluate the base on the same data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

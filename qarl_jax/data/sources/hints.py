@@ -120,9 +120,12 @@ def pass_rates(file: str) -> dict[str, float]:
             records = [json.loads(line) for line in lines if line.strip()]
         return {record["prompt"]: record["num_correct"] / len(record["responses"]) for record in records}
     except OSError as error:
-        raise AbsentError(f"{file}: the base policy's responses cannot be read ({error.strerror or error}).") from None
+        raise AbsentError(
+            f"{file}: the base policy's responses cannot be read ({error.strerror or error}); write them with"
+            " `evaluate --out`."
+        ) from None
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{file}: not responses that `evaluate --out` wrote ({error!r}).") from None
+        raise UserError(f"{file}: not responses that `evaluate --out` wrote ({error!r}); write them anew.") from None
 
 
 def wanted(hint: Hint, text: str) -> bool:
