@@ -2,22 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of PLAN.md from what cells have recorded: `python -m experiments.when_to_quantize.table WORK`.
 
-Accuracy per arm and grid, and each arm less `rtn` and less `gptq`, paired by seed and question
+Accuracy per arm and grid with its 95 % interval, and each arm less `rtn` and less `gptq`, paired by seed and question
 (`experiments/qwen25_coder/stats.py`); of `stock` its k3. An arm that was measured twice counts with its last line.
 """
 
+import argparse
 import json
 import pathlib
-import sys
+from collections.abc import Sequence
 
 import numpy as np
 
 from experiments.qwen25_coder.stats import Estimate, estimate
+from qarl_jax.types import UserError, entry_point
 
 Cells = dict[tuple[str, str, int], dict[str, object]]
 
 
 def read(work: pathlib.Path) -> Cells:
+    """Reads what cells have recorded. Raises `UserError` where no cell has."""
+    if not (work / "cells.jsonl").is_file():
+        raise UserError(
+            f"{work}: no cells.jsonl here; make a cell first: python -m experiments.when_to_quantize.cell {work} ARM"
+            " GRID SEED."
+        )
     lines = (json.loads(line) for line in (work / "cells.jsonl").read_text().splitlines())
     return {(cell["arm"], cell["grid"], cell["seed"]): cell for cell in lines}
 
@@ -36,6 +44,11 @@ def less(work: pathlib.Path, cells: Cells, arm: str, other: str, grid: str) -> E
         if all(pair):
             ours, theirs = (answers(work, cell) for cell in pair if cell)
             rows.append({uid: ours[uid] - theirs[uid] for uid in ours.keys() & theirs.keys()})
+    return over(rows)
+
+
+def over(rows: list[dict[str, float]]) -> Estimate | None:
+    """Estimates the mean of each seed's question -> number, on questions of all; None: there are not two of them."""
     shared = sorted(set.intersection(*map(set, rows))) if rows else []
     return estimate(np.array([[row[uid] for uid in shared] for row in rows])) if len(shared) > 1 else None
 
@@ -51,7 +64,9 @@ def table(work: pathlib.Path) -> str:
             key: np.mean([cell.get(key, np.nan) for cell in own])
             for key in (score, "eval/response_len/mean", "eval/error_tokens", "stock/k3")
         }
-        row = [grid, arm, str(len(own)), f"{100 * mean[score]:.1f}"]
+        size = over([answers(work, cell) for cell in own])
+        interval = "" if size is None else f" ± {100 * size.half:.1f}"
+        row = [grid, arm, str(len(own)), f"{100 * mean[score]:.1f}{interval}"]
         for other in ("rtn", "gptq"):
             found = None if arm == other else less(work, cells, arm, other, grid)
             row.append("" if found is None else f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}")
@@ -60,5 +75,14 @@ def table(work: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
+@entry_point
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("work", type=pathlib.Path, help="the folder that cells were made in")
+    print(table(parser.parse_args(argv).work))
+    return 0
+
+
 if __name__ == "__main__":
-    print(table(pathlib.Path(sys.argv[1])))
+    raise SystemExit(main())

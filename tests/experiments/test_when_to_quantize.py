@@ -90,9 +90,17 @@ def test_the_table_pairs_arms_by_seed_and_question(tmp_path: pathlib.Path):
     assert 0 < found.half < 0.1
     said = table.table(tmp_path)
     row = next(line for line in said.splitlines() if "| qarl |" in line).split(" | ")
-    assert row[3] == f"{100 * np.mean([x['eval/avg_at_1'] for x in lines[3::3]]):.1f}"
+    accuracy, half = row[3].split(" ± ")
+    assert accuracy == f"{100 * np.mean([x['eval/avg_at_1'] for x in lines[3::3]]):.1f}"
+    # Questions of three seeds are independent here, so that the seeds' scatter adds as much again: sqrt(2 / 1200).
+    assert 100 * 1.96 * 0.5 / 1200**0.5 < float(half) < 10
     assert (
         row[4] == row[5] == f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}"
     )  # less rtn, less gptq: equal answers here
     assert "| w4a16 | rtn | 3 |" in said
     assert table.less(tmp_path, table.read(tmp_path), "qarl", "rtn", "w8a8") is None
+
+
+def test_a_folder_without_cells_is_told_with_the_command_that_makes_one(tmp_path: pathlib.Path, capsys):
+    assert table.main([str(tmp_path)]) == 2
+    assert "no cells.jsonl here; make a cell first: python -m experiments.when_to" in capsys.readouterr().err
