@@ -175,7 +175,7 @@ class Config:
     @property
     def work(self) -> pathlib.Path:
         """The folder for work in progress, OUT.work."""
-        return pathlib.Path(self.out + ".work")
+        return pathlib.Path(f"{pathlib.Path(self.out)}.work")  # beside `out` even if that ends in a slash
 
 
 def _bits(name: str) -> tuple[int, int]:
