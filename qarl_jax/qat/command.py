@@ -175,7 +175,7 @@ class Config:
     @property
     def work(self) -> pathlib.Path:
         """The folder for work in progress, OUT.work."""
-        return pathlib.Path(self.out + ".work")
+        return pathlib.Path(f"{pathlib.Path(self.out)}.work")  # beside `out` even if that ends in a slash
 
 
 def _bits(name: str) -> tuple[int, int]:
@@ -201,9 +201,15 @@ def _job(cfg: Config) -> Job:
     """Reads the config of the model and makes the rows, or finds those of a training in progress.
 
     Raises:
-      UserError: a weight does not suit a scheme, or the work in progress is another config's.
+      UserError: a weight does not suit a scheme, channels are split already, or the work in progress is another
+        config's.
     """
     config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
+    if config.splitting is not None:
+        raise UserError(
+            f"{cfg.model.path} is a model whose channels are split, which qat does not train further: take the folder"
+            " that `qarl export --format hf` makes of it."
+        )
     stages = tuple(models.parse_rules(scheme) for scheme in cfg.stages)
     splitting = split.asked(cfg.split, config, stages[-1]) if cfg.split else None
     _check_weights(dataclasses.replace(config, splitting=splitting), stages)

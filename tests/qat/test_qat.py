@@ -317,6 +317,11 @@ def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinishe
     assert not cfg.work.exists()
 
 
+def test_work_lies_beside_an_out_that_ends_in_a_slash(world):
+    cfg = load.load(command.Config, _file(world, tree(world, "slash")), [f"out={world.folder}/slash/"])
+    assert cfg.work == world.folder / "slash.work"
+
+
 @pytest.mark.parametrize("arguments", [(), ("--force",)])
 def test_a_second_process_is_refused_while_the_first_trains(world, unfinished, arguments, capsys):
     values, cfg, _ = unfinished

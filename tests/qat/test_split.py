@@ -96,6 +96,13 @@ def test_what_has_no_place_for_the_index_is_refused(untrained):
         dataclasses.replace(config, lora=Lora(rank=4, scale=1.0))
 
 
+@pytest.mark.parametrize("sections", [{}, {"split": SHARE}, {"train": None, "distill": {"batch": 2}}])
+def test_a_split_folder_is_not_trained_again(world, untrained, sections, capsys):
+    values = tree(world, "again", stages=[SCHEME], model={"path": str(untrained[1])}) | sections
+    assert run(world, values) == 2
+    assert "take the folder that `qarl export --format hf` makes of it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
