@@ -109,7 +109,7 @@ class Publisher:
         rules = models.config_of(self.graphdef).quant
         if rules.at_width(8) == rules:  # the engine's arrays keep their shapes, so that vLLM is switched, too
             with launch_lock(self.learner.mesh.size):
-                qweights = jax.tree.map(_filled, qweights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+                qweights = jax.tree.map(nested_grid.filled, qweights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
             graphdef = self.graphdef
         with self.engine.reserved():
             self._hand_over(state, qweights, version, 0.0, graphdef)
@@ -143,11 +143,6 @@ class Publisher:
         self._noise_served = {"norm_noise/sigma": sigma, "norm_noise/moved": moved}
         fixed = frozenset(path for path in weights.fixed if not noise.covers(path))
         return dataclasses.replace(weights, params=params, fixed=fixed)
-
-
-def _filled(leaf: Any) -> Any:
-    """Fills a slice of the 8-bit grid up to eight bits; a table's scheme has no slices."""
-    return nested_grid.filled(leaf) if getattr(leaf.scheme, "slices", "") else leaf
 
 
 def by_layer(flips: Mapping[str, Mean], stacks: Sequence[Any]) -> dict[str, list[float | None]]:

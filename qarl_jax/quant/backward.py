@@ -163,12 +163,12 @@ def _coded(
     return jax.lax.platform_dependent(x, default=plain, **platforms)
 
 
-def misrounded(form: Format, numerics: Numerics) -> int:
-    """Counts codes that are no neighbours of their numbers, of 256 x 256 numbers rounded on this host's first device.
+def misrounded(form: Format, numerics: Numerics) -> tuple[int, int]:
+    """Rounds a matrix on this host's first device; counts codes that are no neighbours of their numbers, and all codes.
 
     A compiler can break the rounding without an error: CUDA 13.0 did so on an H200 (`stochastic.to_int8`).
     """
-    grid, wrong = GRIDS[form], 0
+    grid, wrong, rounded = GRIDS[form], 0, 0
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.bfloat16)
     for ways in ((_Contraction(1), _Contraction(0)), (_Contraction(0),)):
         made = jax.jit(lambda x, ways=ways: _coded(x, grid, numerics, jnp.uint32(0), *ways))(numbers)
@@ -178,7 +178,8 @@ def misrounded(form: Format, numerics: Numerics) -> int:
             x = x if way.axis else x.T
             step = 1 if form == "int8" else np.maximum(np.abs(x) / 8, 2.0**-9)  # between neighbours, at most
             wrong += int(np.sum(~(np.abs(codes - x) <= step * (1 + 1e-5))))
-    return wrong
+            rounded += codes.size
+    return wrong, rounded
 
 
 def _transposed(x: Array, numerics: Numerics) -> Array:

@@ -89,6 +89,11 @@ def sliced(master: QTensor, scheme: asym_grid.Config) -> QTensor:
 
 
 def filled(qt: QTensor) -> QTensor:
-    """Fills a slice's codes up to eight bits: a QTensor of `w8a16_asym` that stands for the same weights."""
+    """Fills a slice's codes up to eight bits: a QTensor of `w8a16_asym` that stands for the same weights.
+
+    A QTensor whose scheme has no slices, such as a table's, stays.
+    """
     scheme: asym_grid.Config = qt.scheme
+    if not getattr(scheme, "slices", ""):
+        return qt
     return QTensor(qt.arrays | {"codes": scheme.steps_of_eight(qt)}, w8a16_asym.Config(scheme.group_size))
