@@ -159,12 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress.shown() if processes.is_first() else contextlib.nullcontext():
         with progress.task("checking machine and config"):
             doctor.ask(doctor.before_a_run(cfg))
-            build.check_backward(cfg)
         with progress.task("reading prompts"):
             cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
         cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None:
         made.keep()
+    build.check_backward(cfg)  # after the plan: JAX's first use fixes how much memory JAX takes
     if processes.is_first():
         print_plan(cfg, made, prompts.lines)
     run(cfg, prompts)

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor tells what is there, names what is amiss with what to do, and exits with 2 only where a run would fail."""
 
+import copy
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +26,7 @@ from qarl_jax.quant.backward import GRIDS
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as embedded
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import config, init
+from qarl_jax.run import build, config, init
 from qarl_jax.types import UserError
 from qarl_jax.verify import machine
 from tests.reference import tiny
@@ -81,6 +83,22 @@ def test_a_compiler_that_breaks_the_rounding_is_told(world, capsys, monkeypatch)
     assert "set quant.backward=bf16" in lines["backward"]["found"] + lines["backward"]["todo"]
     assert train.main([*world.command("quant.backward=int8")]) == 2
     assert re.search(r"196,608 numbers are rounded wrongly .* set quant\.backward=bf16", capsys.readouterr().err)
+
+
+def test_codes_are_checked_after_jaxs_memory_is_settled(world, monkeypatch):
+    """JAX fixes its share of a GPU at its first use: its own 75 % left vLLM too little memory beside an 8B."""
+    for name in (plan.FRACTION, plan.PREALLOCATE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    cfg = config.from_dict(copy.deepcopy(world.tree), "tiny", ["quant.backward=int8", "rollout.engine={name: vllm}"])
+    seen = []
+    monkeypatch.setattr(quant, "misrounded", lambda *_: seen.append(dict(os.environ)) or (0, 1))
+    build.check_backward(cfg)  # without a plan, as on a CPU
+    monkeypatch.delenv(plan.PREALLOCATE)
+    monkeypatch.setattr(plan, "capacity", lambda: 80 * 2**30)
+    monkeypatch.setattr(train, "run", lambda cfg, prompts: None)
+    assert train.main(world.command("quant.backward=int8")) == 0
+    assert [(plan.FRACTION in each, each[plan.PREALLOCATE]) for each in seen] == [(False, "false"), (True, "true")]
 
 
 def test_it_leaves_nothing_behind(world, capsys):

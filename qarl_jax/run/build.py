@@ -119,6 +119,7 @@ def check_backward(cfg: RunConfig) -> None:
     form = cfg.quant.backward
     if form == "bf16":
         return
+    leave_memory_to_vllm(cfg)
     numerics = dataclasses.replace(quant.PLAIN, own_kernels=cfg.quant.kernels == "auto")
     wrong, rounded = quant.misrounded(form, numerics)
     if wrong:
