@@ -341,7 +341,7 @@ def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
     scales = [np.asarray(largest, np.float64)[:, None] / GRIDS[form].largest for largest, _ in made]
     for a, b, scale, gradients in zip(lhs, rhs, scales, zip(own, xla, strict=True), strict=True):
         exact, magnitudes = scale * (a @ b), scale * (np.abs(a) @ np.abs(b))
-        for gradient in gradients:  # each is rounded to bfloat16 once
+        for name, gradient in zip(("own", "xla"), gradients, strict=True):  # each is rounded to bfloat16 once
             over = np.abs(np.asarray(gradient, np.float64) - exact) - 2.0**-8 * np.abs(exact)
             share = np.max(over / magnitudes)
-            assert share <= 2e-5, share
+            assert share <= 2e-5, (name, share)
