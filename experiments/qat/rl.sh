@@ -3,11 +3,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs of PLAN.md at a width, from rounding or from training, on one GPU for a limited time.
 #
-#   bash experiments/qat/rl.sh WORK SECONDS rounding|training|nested ARM:SEED... [-- override...]
+#   bash experiments/qat/rl.sh WORK SECONDS rounding|training|nested [ARM:SEED...] [-- override...]
 #   JOBS=3 bash experiments/qat/rl.sh /tmp/rl 1500 training qarl_w4a16:{1,2,3} rollout_w4a16_grpo:1
 #   JOBS=3 bash experiments/qat/rl.sh /tmp/nested_all 1700 nested qarl_w4a16:{1,2,3} -- 'train.widths=[8,4,2]'
 #
 # `training` first makes WORK/model by qat, of the model's own answers to training questions (answers.py; PLAN.md, departures).
+# Without ARM:SEED it makes no more than this model.
 # `nested` trains 8, 4 and 2 bits as slices of one grid, samples at 2, and scores each run at all three (runs/*/widths.json).
 # BITS: 2 or 3 (2). ARMs are files of configs/qwen25_coder_0p5b; `base:w2a16_asym:g32` judges the beginning. MODEL, JOBS and the
 # rest: experiments/qwen25_coder/stretch.sh.
@@ -51,15 +52,18 @@ fi
 overrides=() runs=() judged=()
 [ -z "${TINY:-}" ] || judged=(eval.num_prompts=2)
 while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1") && shift; done
+[ ${#runs[@]} -gt 0 ] || exit 0
 [ $# -eq 0 ] || { shift && overrides=("$@"); }
 MODEL=$model FORMAT=$scheme bash experiments/qwen25_coder/plan_1p5b.sh "$work" $((seconds - SECONDS + began)) \
   "${runs[@]}" -- "${more[@]}" "${overrides[@]}"
 [ "$start" = nested ] || exit 0
-for run in "$work"/runs/*_seed*; do
-  for scheme in w8a16_asym:g32 w4a16_midpoint:g32 w2a16_midpoint:g32; do
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+for scheme in w2a16_midpoint:g32 w4a16_midpoint:g32 w8a16_asym:g32; do
+  for run in "$work"/runs/*_seed*; do # as many at a time as there are runs
     out=$run/${scheme%%:*}.jsonl limit=$((seconds - SECONDS + began))
     [ -e "$out" ] || [ "$limit" -lt 30 ] || timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$run" \
       --scheme "$scheme" --json --out "$out" "${judged[@]}" >>"$run/widths.json" 2>>"$run/widths.log" ||
-      echo "not judged under $scheme: $run" >&2
+      echo "not judged under $scheme: $run" >&2 &
   done
+  wait
 done
