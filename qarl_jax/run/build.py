@@ -357,10 +357,6 @@ HINT_LEN = 1024
 """Tokens by which a hint may exceed the longest prompt in an evaluation, which gives the engine room for it."""
 
 
-_OF_DATA = re.compile(rf"(?<![\w./])data\.({'|'.join(field.name for field in dataclasses.fields(data.Config))})\b")
-"""A field of the section `data` in a message; an error of `eval.data` has to name its own."""
-
-
 def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
     """Lists the first `eval.num_prompts` evaluation prompts (all if that is 0 or there are fewer).
 
@@ -380,16 +376,17 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = la
                 " give eval.data the same (a suite: data.template=chat), or evaluate without an environment."
             )
     chosen = dataclasses.replace(cfg.eval.data or cfg.data, hint=cfg.eval.hint)
-    try:
-        source = data.make_source(chosen, tokenizer, "all" if cfg.eval.data else "heldout", HINT_LEN)
-        order = source.interleaved() if isinstance(source, mix.Source) else range(len(source))
-        prompts = [source.prompt(i) for i in sorted(order[: cfg.eval.num_prompts or len(source)])]
-    except UserError as error:
-        if cfg.eval.data is None:
-            raise
-        raise type(error)(_OF_DATA.sub(r"eval.data.\1", str(error))) from None
+    own = cfg.eval.data is not None
+    source = data.make_source(
+        chosen, tokenizer, "all" if own else "heldout", HINT_LEN, section="eval.data" if own else "data"
+    )
+    order = source.interleaved() if isinstance(source, mix.Source) else range(len(source))
+    prompts = [source.prompt(i) for i in sorted(order[: cfg.eval.num_prompts or len(source)])]
     if not prompts:
-        raise UserError("eval.data has no prompt to evaluate on.")
+        raise UserError(
+            f"data.holdout={cfg.data.holdout} leaves no held-out prompt to evaluate on; raise it, name other data in"
+            f" eval.data, or turn evaluation off with {data.NO_EVALUATION}."
+        )
     if source.skipped.total:
         say(f"prompts to evaluate on that are left out: {source.skipped}")
     if (different := len({(prompt.text, prompt.answer) for prompt in prompts})) < estimators.FEW:

@@ -413,7 +413,7 @@ def test_too_little_text_is_told(world, capsys):
     [
         ("4+5=", r"shorter than a row of 16 tokens: lower text\.row_len, or name more text\.$"),
         # One piece of a text, which is trained on.
-        ("1+2=" * 200, r"data\.holdout=0\.2 keeps none of .* rows: raise it, or name more text\.$"),
+        ("1+2=" * 200, r"a row of 16 tokens: raise data\.holdout, name more text, or lower text\.row_len\.$"),
     ],
 )
 def test_a_text_of_one_piece_is_told_with_what_qat_can_change(world, tmp_path, text, said, capsys):
