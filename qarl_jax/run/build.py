@@ -28,6 +28,7 @@ from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.params import united
 from qarl_jax.optim import build, leafwise
+from qarl_jax.quant.schemes import nested_grid
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
@@ -193,6 +194,17 @@ def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
     if cfg.quant.rollout_scheme == cfg.quant.forward:
         return graphdef
     return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
+
+
+def at_width(learner: Learner, graphdef: Any, params: Any, bits: int) -> tuple[Any, Any]:
+    """Quantizes masters to `bits` bits of the nested grid of `graphdef`. Returns (graphdef to publish, qweights)."""
+    narrow = models.at_width(graphdef, bits)
+    qweights = learner.quantizer(narrow)(params)
+    rules = models.config_of(graphdef).quant
+    if rules.at_width(8) != rules:
+        return narrow, qweights
+    with sharding.launch_lock(learner.mesh.size):  # arrays keep the shapes that a vLLM has room for
+        return graphdef, jax.tree.map(nested_grid.filled, qweights, is_leaf=lambda x: isinstance(x, quant.QTensor))
 
 
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
