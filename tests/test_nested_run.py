@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested-precision RL: one policy sampled at two bits, trained and evaluated at several widths of its 8-bit grid."""
 
+import json
+import re
+
 import pytest
 
 from qarl_jax import train
 from qarl_jax.memory import learner as memory
-from qarl_jax.run import build
+from qarl_jax.run import build, evaluation
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -31,7 +34,7 @@ def test_the_kl_term_has_its_whole_coefficient_and_the_plan_counts_another_width
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_path):
+def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_path, capsys):
     world = tiny.World(tmp_path).changed(
         quant=LOW, train={"widths": [8, 2]}, eval={"widths": [8, 4], "every": 1, "at_start": True}
     )
@@ -45,6 +48,20 @@ def test_a_run_trains_and_evaluates_several_widths_and_samples_at_its_own(tmp_pa
     starts, *later = world.records("eval")
     assert "eval_w8/reward/mean" in starts
     assert len(later) == 2
+    own = {key: value for key, value in later[-1].items() if key.startswith("eval")}
+
+    def said(*arguments):
+        capsys.readouterr()
+        assert evaluation.main(["--checkpoint", str(world.run_dir), *arguments]) == 0
+        return capsys.readouterr().out
+
+    twice = said("--json", "--view", "plain,plain")  # after the slices the run's own width is served again
+    assert [json.loads(line) for line in twice.splitlines()] == [own, own]
+    assert re.findall(r"at (\d) bits\n +mean.*\nreward +([\d.]+)", said()) == [
+        (bits, f"{own[f'eval_w{bits}/reward/mean']:.4f}") for bits in "84"
+    ]
+    eight = json.loads(said("--json", "--scheme", "w8a16_asym:g32"))
+    assert eight == {key.replace("_w8", ""): value for key, value in own.items() if key.startswith("eval_w8/")}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ judged as those of PLAN_1p5b.md.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -36,6 +37,17 @@ COMPARED = (
 )
 LATE = slice(15, 20)
 """The steps whose samples' reward is compared, of runs that have no evaluation too."""
+
+
+def adapters(runs: dict[str, Run]) -> dict[str, Run]:
+    """Selects the untrained models and the runs with adapters, named without the `lora_` of stretch.sh."""
+    found = {}
+    for name, run in runs.items():
+        config = yaml.safe_load(run.files.get("config.yaml", b"")) or {}
+        if name.startswith(report.UNTRAINED) or config.get("lora"):
+            arm = name.removeprefix("lora_")
+            found[arm] = dataclasses.replace(run, name=arm)
+    return found
 
 
 def percent(x: np.ndarray | None) -> str:
@@ -110,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=pathlib.Path, help="archives of the runs with adapters")
     parser.add_argument("--full", type=pathlib.Path, default=FULL, help="archive of the full-parameter runs")
     args = parser.parse_args(argv)
-    print(page(report.read(args.files), report.read([args.full])))
+    print(page(adapters(report.read(args.files)), report.read([args.full])))
     return 0
 
 

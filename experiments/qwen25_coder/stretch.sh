@@ -15,7 +15,7 @@
 # one that was judged is not run again, and its checkpoint is gone unless KEEP is set. What comes of it, without weights,
 # is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
-# CONFIG: a file of that folder whose arms the ARMs then are (lora: PLAN_lora.md).
+# CONFIG: a file of that folder whose arms the ARMs then are. Folders of lora's runs begin with lora_ (PLAN_lora.md).
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
 # (all the plan judges by), from where `make data` puts them; `none`: the run's own last evaluation judges it
 # (PLAN_1p5b.md). VIEWS: the untrained model's answers to held-out questions; after a run its policy is asked these by
@@ -89,7 +89,7 @@ leave() { # gives the place on $card to the next run, once
 }
 
 one() { # ARM:SEED
-  local arm=${1%%:*} seed=${1#*:} dir limit least=${LEAST:-30} format=() code
+  local arm=${1%%:*} seed=${1#*:} dir named= limit least=${LEAST:-30} format=() code
   limit=$((end - SECONDS - eval_s))
   [ "$arm" = base ] && limit=$((end - SECONDS)) least=30
   [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return; }
@@ -104,7 +104,8 @@ one() { # ARM:SEED
     rollout_*) format=("quant.rollout=$FORMAT") ;;
     *) format=("quant.forward=$FORMAT") ;;
   esac
-  dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
+  [ "${CONFIG:-}" = lora ] && named=lora_ # its arms have the names of full-parameter configs
+  dir=$work/runs/$named$arm${format:+_${FORMAT//:/_}}_seed$seed
   [ -e "$dir/judged" ] && return
   timeout -s INT -k 120 "$limit" "$python" -m qarl_jax.train --config "$configs/${CONFIG:-$arm}.yaml" ${CONFIG:+"arm=$arm"} \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \

@@ -39,10 +39,6 @@ NO_EVALUATION = "eval.every=0 eval.at_start=false eval.at_end=false"
 SourceConfig = Annotated[Any, Variants(SOURCE_NAMES)]
 
 
-class NothingHeldOutError(UserError):
-    """No prompt of the data is held out. The message is for a run; other commands say their own."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Sources of prompts, and their templates.
@@ -103,25 +99,21 @@ def _opened(cfg: Any, template: Template, split: Split, holdout: float) -> Promp
     return SOURCES[type(cfg)](cfg, template, split, holdout)
 
 
-def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train", hint_len: int = 0) -> PromptSource:
+def make_source(
+    cfg: Config, tokenizer: Tokenizer, split: Split = "train", hint_len: int = 0, section: str = "data"
+) -> PromptSource:
     """Opens the prompts of a split: those to train on, those held out, or all (for data that is only evaluated on).
 
-    hint_len: tokens by which a prompt with its hint may exceed `cfg.prompt_limit`.
+    Args:
+      hint_len: tokens by which a prompt with its hint may exceed `cfg.prompt_limit`.
+      section: the section of the config that `cfg` is, for messages.
 
     Raises:
-      NothingHeldOutError: the held-out split is empty.
-      UserError: see the sources.
+      UserError: see the sources. A held-out split may be empty.
     """
-    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.prompt_limit, cfg.hint, hint_len)
-    source: PromptSource
+    limits = cfg.prompt_limit, cfg.hint, hint_len
+    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, *limits, section=section)
     if isinstance(cfg.source, mix.Config):
         parts = {name: _opened(part, template, split, cfg.holdout) for name, part in cfg.source.parts.items()}
-        source = mix.Source(parts)
-    else:
-        source = _opened(cfg.source, template, split, cfg.holdout)
-    if split == "heldout" and len(source) == 0:
-        raise NothingHeldOutError(
-            f"data.holdout={cfg.holdout} leaves no held-out prompt to evaluate on; raise it, name other data in"
-            f" eval.data, or turn evaluation off with {NO_EVALUATION}."
-        )
-    return source
+        return mix.Source(parts)
+    return _opened(cfg.source, template, split, cfg.holdout)

@@ -22,7 +22,6 @@ from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling
 from qarl_jax.quant import QTensor
 from qarl_jax.quant.qtensor import moved_codes
-from qarl_jax.quant.schemes import nested_grid
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, norm_noise
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
@@ -104,13 +103,7 @@ class Publisher:
     @contextlib.contextmanager
     def at_width(self, state: TrainState, version: int, bits: int) -> Iterator[None]:
         """Serves `state` quantized to `bits` bits, without noise, inside the block. Arguments as in `without_noise`."""
-        graphdef = models.at_width(self.graphdef, bits)
-        qweights = self.learner.quantizer(graphdef)(state.params)
-        rules = models.config_of(self.graphdef).quant
-        if rules.at_width(8) == rules:  # the engine's arrays keep their shapes, so that vLLM is switched, too
-            with launch_lock(self.learner.mesh.size):
-                qweights = jax.tree.map(nested_grid.filled, qweights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-            graphdef = self.graphdef
+        graphdef, qweights = build.at_width(self.learner, self.graphdef, state.params, bits)
         with self.engine.reserved():
             self._hand_over(state, qweights, version, 0.0, graphdef)
             yield

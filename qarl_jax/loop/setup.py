@@ -203,12 +203,8 @@ class Run:
         """Evaluates a version, then its slices in `eval.widths`, whose metrics begin with eval_w8/ and so on."""
         with self.publisher.without_noise(self.state, version):
             result = self._sampled()
-        metrics = dict(result.metrics)
-        for bits in self.cfg.other_widths["eval"]:
-            with self.publisher.at_width(self.state, version, bits):
-                found = self._sampled().metrics
-            metrics |= {f"eval_w{bits}/{name.removeprefix('eval/')}": value for name, value in found.items()}
-        return dataclasses.replace(result, metrics=metrics)
+        at_width = functools.partial(self.publisher.at_width, self.state, version)
+        return evaluation.over_widths(self.cfg.other_widths["eval"], result, self._sampled, at_width)
 
     def _sampled(self) -> evaluation.Evaluation:
         """Evaluates the served policy."""
@@ -227,9 +223,8 @@ class Run:
         when = f"of version {version}" if version else "before training"
         self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result.metrics)}")
         for bits in self.cfg.other_widths["eval"]:
-            start = f"eval_w{bits}/"
-            own = {f"eval/{k.removeprefix(start)}": x for k, x in result.metrics.items() if k.startswith(start)}
-            self.observer.say(f"held-out reward {when}, at {bits} bits: {terminal.held_out_score(own)}")
+            score = terminal.held_out_score(evaluation.of_width(bits, result.metrics))
+            self.observer.say(f"held-out reward {when}, at {bits} bits: {score}")
 
     def save(self, step: int) -> None:
         """Saves a checkpoint after `step` steps, once: the run's whole state, and the settings it was made with."""

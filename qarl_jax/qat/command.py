@@ -201,14 +201,19 @@ def _job(cfg: Config) -> Job:
     """Reads the config of the model and makes the rows, or finds those of a training in progress.
 
     Raises:
-      UserError: a weight does not suit a scheme, channels are split already, or the work in progress is another
-        config's.
+      UserError: a weight does not suit a scheme, channels are split already, rows are longer than the model's
+        context, or the work in progress is another config's.
     """
     config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
     if config.splitting is not None:
         raise UserError(
             f"{cfg.model.path} is a model whose channels are split, which qat does not train further: take the folder"
             " that `qarl export --format hf` makes of it."
+        )
+    if cfg.text.row_len > (positions := config.max_position_embeddings):
+        raise UserError(
+            f"text.row_len={cfg.text.row_len} is more than the model's {positions} positions (max_position_embeddings"
+            f" in its config.json): lower it to {positions} or less."
         )
     stages = tuple(models.parse_rules(scheme) for scheme in cfg.stages)
     splitting = split.asked(cfg.split, config, stages[-1]) if cfg.split else None

@@ -55,17 +55,11 @@ def rows(
             f"the data set has text for {len(train)} rows of {length} tokens, and text.rows asks for {count}: lower it,"
             " or name more text."
         )
-    try:
-        held = _cut(_tokens(cfg, tokenizer, "heldout", stop, seed), heldout, length)
-    except data.NothingHeldOutError:
-        raise UserError(
-            f"data.holdout={cfg.holdout} keeps none of the data set's documents for held-out rows: raise it, or name"
-            " more text."
-        ) from None
+    held = _cut(_tokens(cfg, tokenizer, "heldout", stop, seed), heldout, length)
     if not len(held):
         raise UserError(
-            f"the held-out share of the data set is shorter than a row of {length} tokens: raise data.holdout, or lower"
-            " text.row_len."
+            f"the held-out share of the data set is shorter than a row of {length} tokens: raise data.holdout, name"
+            " more text, or lower text.row_len."
         )
     return train, held
 

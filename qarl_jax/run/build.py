@@ -28,6 +28,7 @@ from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.params import united
 from qarl_jax.optim import build, leafwise
+from qarl_jax.quant.schemes import nested_grid
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
@@ -196,6 +197,17 @@ def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
     return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
 
 
+def at_width(learner: Learner, graphdef: Any, params: Any, bits: int) -> tuple[Any, Any]:
+    """Quantizes masters to `bits` bits of the nested grid of `graphdef`. Returns (graphdef to publish, qweights)."""
+    narrow = models.at_width(graphdef, bits)
+    qweights = learner.quantizer(narrow)(params)
+    rules = models.config_of(graphdef).quant
+    if rules.at_width(8) != rules:
+        return narrow, qweights
+    with sharding.launch_lock(learner.mesh.size):  # arrays keep the shapes that a vLLM has room for
+        return graphdef, jax.tree.map(nested_grid.filled, qweights, is_leaf=lambda x: isinstance(x, quant.QTensor))
+
+
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
     """Makes the learner with the run's loss and optimizer, and under `train.widths` a learner for each other width."""
     widths = max(1, len(cfg.train.widths))
@@ -358,10 +370,6 @@ HINT_LEN = 1024
 """Tokens by which a hint may exceed the longest prompt in an evaluation, which gives the engine room for it."""
 
 
-_OF_DATA = re.compile(rf"(?<![\w./])data\.({'|'.join(field.name for field in dataclasses.fields(data.Config))})\b")
-"""A field of the section `data` in a message; an error of `eval.data` has to name its own."""
-
-
 def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
     """Lists the first `eval.num_prompts` evaluation prompts (all if that is 0 or there are fewer).
 
@@ -381,16 +389,17 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = la
                 " give eval.data the same (a suite: data.template=chat), or evaluate without an environment."
             )
     chosen = dataclasses.replace(cfg.eval.data or cfg.data, hint=cfg.eval.hint)
-    try:
-        source = data.make_source(chosen, tokenizer, "all" if cfg.eval.data else "heldout", HINT_LEN)
-        order = source.interleaved() if isinstance(source, mix.Source) else range(len(source))
-        prompts = [source.prompt(i) for i in sorted(order[: cfg.eval.num_prompts or len(source)])]
-    except UserError as error:
-        if cfg.eval.data is None:
-            raise
-        raise type(error)(_OF_DATA.sub(r"eval.data.\1", str(error))) from None
+    own = cfg.eval.data is not None
+    source = data.make_source(
+        chosen, tokenizer, "all" if own else "heldout", HINT_LEN, section="eval.data" if own else "data"
+    )
+    order = source.interleaved() if isinstance(source, mix.Source) else range(len(source))
+    prompts = [source.prompt(i) for i in sorted(order[: cfg.eval.num_prompts or len(source)])]
     if not prompts:
-        raise UserError("eval.data has no prompt to evaluate on.")
+        raise UserError(
+            f"data.holdout={cfg.data.holdout} leaves no held-out prompt to evaluate on; raise it, name other data in"
+            f" eval.data, or turn evaluation off with {data.NO_EVALUATION}."
+        )
     if source.skipped.total:
         say(f"prompts to evaluate on that are left out: {source.skipped}")
     if (different := len({(prompt.text, prompt.answer) for prompt in prompts})) < estimators.FEW:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -155,6 +156,31 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     return Evaluation(metrics=metrics, prompts=records)
 
 
+def over_widths(
+    widths: Sequence[int],
+    result: Evaluation,
+    sampled: Callable[[], Evaluation],
+    at_width: Callable[[int], contextlib.AbstractContextManager[None]],
+) -> Evaluation:
+    """Adds to an evaluation the metrics of slices (`eval.widths`): eval_w8/... is eval/... at eight bits.
+
+    Args:
+      sampled: evaluates the served policy. at_width: serves the slice of a number of bits inside the block.
+    """
+    metrics = dict(result.metrics)
+    for bits in widths:
+        with at_width(bits):
+            found = sampled().metrics
+        metrics |= {name.replace("eval/", f"eval_w{bits}/", 1): value for name, value in found.items()}
+    return dataclasses.replace(result, metrics=metrics)
+
+
+def of_width(bits: int, metrics: dict[str, float]) -> dict[str, float]:
+    """Picks the metrics of a slice, under the names that they have without `over_widths`."""
+    start = f"eval_w{bits}/"
+    return {f"eval/{name.removeprefix(start)}": x for name, x in metrics.items() if name.startswith(start)}
+
+
 def _answer(group: RolloutGroup, index: int, settings: Any) -> str | None:
     """The answer of a response, looked for where the verifier looks; none where it would not grade what is there."""
     unfinished = group.completions[index].finish_reason != "stop"
@@ -249,6 +275,8 @@ def run(
 ) -> Iterator[tuple[Evaluation, int]]:
     """Evaluates one policy, once for each config. Model and engine come from the first config and start once.
 
+    A config's `eval.widths` are evaluated after its own width, unless a scheme is given.
+
     Args:
       cfg: gives model, rollout engine, reward and `eval` section. more: configs with other rewards and `eval` sections.
       source: run folder or step folder to take the weights from; None: `model.path`.
@@ -274,7 +302,7 @@ def run(
         limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
-        # One policy is evaluated, under one scheme: it has no learners of other widths.
+        # Nothing is trained: there are no learners of other widths.
         cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, widths=()))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
         numerics = None if source is None else stamp.learner_numerics(cfg, saved)
@@ -290,15 +318,24 @@ def run(
             restored = found[0].restore({"params": params}, step=found[1])
             params, version = restored.state["params"], restored.step
         engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, _say)))
-        params, qweights = joined(params, learner.quantize(params))
-        weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=qweights)
-        engine.publish(weights, version)
+
+        publish = functools.partial(_publish, engine, version, params)
+        publish(own := (learner.graphdef, learner.quantize(params)))
+
+        @contextlib.contextmanager
+        def at_width(bits: int) -> Iterator[None]:
+            publish(build.at_width(learner, learner.graphdef, params, bits))
+            yield
+            publish(own)
+
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
         for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True):
             sampling = build.eval_sampling(each, stop)
-            count = len(prompts) * each.eval.num_samples
+            widths = () if scheme else each.other_widths["eval"]
+            count = len(prompts) * each.eval.num_samples * (1 + len(widths))
             _say(f"sampling {count} responses of at most {sampling.max_response_len} tokens")  # silence follows
-            result = evaluate(
+            sampled = functools.partial(
+                evaluate,
                 engine,
                 prompts,
                 grader,
@@ -307,7 +344,13 @@ def run(
                 num_samples=each.eval.num_samples,
                 key=build.seed_of(each.seed, 0, "eval"),
             )
-            yield result, version
+            yield over_widths(widths, sampled(), sampled, at_width), version
+
+
+def _publish(engine: RolloutEngine, version: int, params: Any, quantized: tuple[Any, Any]) -> None:
+    """quantized: graphdef and qweights."""
+    params, qweights = joined(params, quantized[1])
+    engine.publish(PolicyWeights(graphdef=quantized[0], params=params, qweights=qweights), version)
 
 
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
@@ -470,4 +513,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if view != "plain":
             print(f"view     {view}\n")
         print(table(result.metrics | levels))
+        for bits in () if args.scheme else cfg.other_widths["eval"]:
+            print(f"\nat {bits} bits\n{table(of_width(bits, result.metrics))}")
     return 0

@@ -53,7 +53,7 @@ def test_folders_of_files_and_saved_ones_have_the_same_prompts(tokenizer, tmp_pa
         assert texts == [(f"{i}+1=", str(i + 1)) for i in range(len(prompts))]
     assert [len(prompts) for prompts in (*found, streamed)] == [6, 6, 6, 4]
     assert found[2][0].uid == "files-train/1"
-    with pytest.raises(UserError, match=r"nothere: cannot read the data set: .*See data\.source\.path"):
+    with pytest.raises(UserError, match=r"nothere: cannot read the data set: .*See the source's path"):
         opened(tokenizer, path=str(tmp_path / "nothere"))
 
 

@@ -13,8 +13,9 @@ QUESTIONS = report.Run(plan.QUESTIONS, {"questions.jsonl": lines(ROWS)})
 
 def adapters(arm, right, quant, **more):
     """A run of 20 steps, judged at its end."""
-    made = run(f"{arm}_seed1", right, versions=(20,), steps=20, **more)
-    return dataclasses.replace(made, files=made.files | {"config.yaml": f"quant: {quant}".encode()})
+    made = run(f"lora_{arm}_seed1", right, versions=(20,), steps=20, **more)
+    config = f"quant: {quant}\nlora: {{rank: 32}}"
+    return dataclasses.replace(made, files=made.files | {"config.yaml": config.encode()})
 
 
 def untrained(scheme, right):
@@ -41,7 +42,8 @@ def full():
 
 def test_a_run_stands_beside_the_untrained_model_of_its_sampler_and_the_full_run_of_its_seed(tmp_path, capsys):
     archives = []
-    for name, runs in {"adapters": made(), "full": full()}.items():
+    beside = dataclasses.replace(full()[0], files=full()[0].files | {"config.yaml": b"lora: null"})  # in the same WORK
+    for name, runs in {"adapters": [*made(), beside], "full": full()}.items():
         archives.append(tmp_path / f"{name}.tar.xz")
         report.write({one.name: one for one in runs}, archives[-1])
     assert plan.main([str(archives[0]), "--full", str(archives[1])]) == 0
@@ -57,7 +59,7 @@ def test_a_run_stands_beside_the_untrained_model_of_its_sampler_and_the_full_run
 def test_a_run_that_was_cut_off_has_a_row_and_its_reward_and_no_accuracy():
     short = adapters(plan.QARL, HELD_OUT, "{forward: w4a16, rollout: null}")
     short = dataclasses.replace(short, files={key: short.files[key] for key in ("metrics.jsonl", "config.yaml")})
-    page = plan.page({short.name: short}, {one.name: one for one in full()})
+    page = plan.page(plan.adapters({short.name: short}), {one.name: one for one in full()})
     assert f"| `{plan.QARL}` | 1 | 20 | - | - | - |" in page
     accuracy, reward = page.split("## Reward")
     assert "less" not in accuracy

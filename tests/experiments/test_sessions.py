@@ -62,6 +62,20 @@ def test_views_are_asked_of_each_trained_policy_beside_the_untrained_models_answ
     assert "checkpoint.at_end=false" in plain
 
 
+def test_runs_with_adapters_have_folders_beside_those_of_full_parameter_runs(bash, tmp_path):
+    (tmp_path / "questions.jsonl").touch()
+    command = ("experiments/qwen25_coder/plan_1p5b.sh", str(tmp_path), "900", "qarl_w4a16:1")
+    for more, folder in (
+        ({}, "qarl_w4a16_seed1"),
+        ({"CONFIG": "lora"}, "lora_qarl_w4a16_seed1"),
+        ({"CONFIG": "lora", "FORMAT": "w8a8"}, "lora_qarl_w4a16_w8a8_seed1"),
+    ):
+        (trains,) = bash(*command, MODEL="M", **more)  # none is taken for one that was judged
+        assert f"run_dir={tmp_path}/runs/{folder} " in trains
+        assert (tmp_path / "runs" / folder / "judged").exists()
+    assert bash(*command, MODEL="M", CONFIG="lora") == []
+
+
 def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash, tmp_path):
     (tmp_path / "questions.jsonl").touch()
     _, qat, *_ = bash("experiments/qat/rl.sh", str(tmp_path), "900", "training", "qarl_w4a16:1", MODEL="M")

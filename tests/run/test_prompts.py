@@ -177,8 +177,12 @@ def test_an_error_in_the_data_of_an_evaluation_names_its_own_section(model, tmp_
     }
     for source, template, said in (
         (file, "chat", r"^eval\.data\.template=chat, .* set eval\.data\.template=raw"),
+        (file, "{{ answers }}", r"sums\.jsonl:1: eval\.data\.template '\{\{ answers \}\}' fails"),
+        (file, "{{ data.template }}", r"eval\.data\.template '\{\{ data\.template \}\}' fails"),
         (other, "raw", r"/data\.template\.jsonl:1: .* Set eval\.data\.source\.prompt_key and eval\.data\.source"),
     ):
         own = {"source": {"name": "jsonl", "path": str(source)}, "template": template}
         with pytest.raises(UserError, match=said):
             open_prompts(config.from_dict(tree | {"eval": {"data": own}}))
+        with pytest.raises(UserError, match=said.replace(r"eval\.", "")):
+            open_prompts(config.from_dict(tree | {"data": own}))

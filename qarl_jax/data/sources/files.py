@@ -117,7 +117,7 @@ class Source:
                 if row_id in cfg.leave_out or any(str(row.get(key)) != value for key, value in cfg.where.items()):
                     continue
                 rows += 1
-                question, answer, columns = _asked(cfg, row, place, columns)
+                question, answer, columns = _asked(cfg, row, place, columns, template.section)
                 meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
                 uid = f"{name}/{number}"
                 try:
@@ -143,7 +143,8 @@ class Source:
             raise UserError(f"{cfg.path}: the data set is empty; it needs at least one row.")
         if not self.prompts and split != "heldout":
             raise UserError(
-                f"{cfg.path}: none of its {rows} rows is usable (left out: {self.skipped}; data.holdout={holdout})."
+                f"{cfg.path}: none of its {rows} rows is usable (left out: {self.skipped}; {template.section}.holdout="
+                f"{holdout})."
             )
         self.longest = max((len(prompt.tokens) for prompt in self.prompts), default=0)
         self.fingerprint = digest("file", hasher.hexdigest(), split, holdout, template.fingerprint())
@@ -283,7 +284,7 @@ def _written(parts: Sequence[Any]) -> bytes:
 
 
 def _asked(
-    cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None
+    cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None, section: str
 ) -> tuple[str | list[dict[str, Any]], str, tuple[str, str] | None]:
     """Reads question and reference answer of a row from the columns named, or its layout's; returns these, too."""
     for name, (columns, make) in () if cfg.prompt_key else layouts.MADE.items():
@@ -292,14 +293,16 @@ def _asked(
                 return *make(row), None
             except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
                 raise UserError(f"{place}: looks like {name}, but cannot be read as that: {error!r}.") from None
-    prompt_key, answer_key = keys = _columns(cfg, row, place, before)
+    prompt_key, answer_key = keys = _columns(cfg, row, place, before, section)
     question = _question(_reach(row, prompt_key, place), prompt_key, place)
     if not answer_key:
         return *layouts.conversation(question), keys
     return question, _answer(_reach(row, answer_key, place), answer_key, place), keys
 
 
-def _columns(cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:
+def _columns(
+    cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None, section: str
+) -> tuple[str, str]:
     """The columns of a row with question and answer. `before`: those of the row before it in its file."""
     given = (cfg.prompt_key, cfg.answer_key)
     for keys in [given] if cfg.prompt_key else LAYOUTS.values():
@@ -315,7 +318,7 @@ def _columns(cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, s
         return given  # told by whoever reaches for them
     raise UserError(
         f"{place}: cannot tell which columns hold the question and the answer among {', '.join(row) or 'none'}."
-        " Set data.source.prompt_key and data.source.answer_key."
+        f" Set {section}.source.prompt_key and {section}.source.answer_key."
     )
 
 

@@ -95,4 +95,4 @@ def _opened(cfg: Config) -> Any:
 def _told(cfg: Config, error: Exception) -> UserError:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     kind = AbsentError if isinstance(error, ConnectionError | FileNotFoundError) else UserError
-    return kind(f"{cfg.path}: cannot read the data set: {reason.rstrip('.')}. See data.source.path, subset and split.")
+    return kind(f"{cfg.path}: cannot read the data set: {reason.rstrip('.')}. See the source's path, subset and split.")

@@ -82,7 +82,8 @@ class Source:
         self.split: Split = split
         self.holdout = holdout
         self.skipped, self.notes, self.longest = Skipped(), template.notes, template.max_len
-        self.question = compiled(cfg.question, "data.source.question")[0] if cfg.question else None
+        self._setting = f"{template.section}.source.question"
+        self.question = compiled(cfg.question, self._setting)[0] if cfg.question else None
         self.size = round(cfg.size * holdout) if split == "heldout" else cfg.size
         self.fingerprint = digest("reasoning_gym", cfg, split, holdout, template.fingerprint())
         # Candidates per reasoning-gym data set: some load word lists when made, some refuse sizes above 20,000.
@@ -114,7 +115,7 @@ class Source:
             entry = drawn(make_dataset(task.dataset, task.config, seed=seed, size=size), index)
             question, facts = entry["question"], entry.get("metadata", {})
             if self.question is not None:
-                question = rendered(self.question, "data.source.question", question=question, meta=facts)
+                question = rendered(self.question, self._setting, question=question, meta=facts)
             if not wanted(question, self.split, self.holdout):
                 continue
             answer = str(entry["answer"])
@@ -128,8 +129,8 @@ class Source:
             return Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta, messages=said)
         raise UserError(
             f"reasoning_gym task {task.dataset!r}: no usable {self.split} prompt in {MAX_CANDIDATES} tries"
-            f" (left out: {self.skipped}). The task may have too few different questions for data.holdout="
-            f"{self.holdout}, or data.max_prompt_len is too small."
+            f" (left out: {self.skipped}). The task may have too few different questions for holdout={self.holdout}, or"
+            f" {self.template.section}.max_prompt_len is too small."
         )
 
     def _task_of(self, i: int) -> int:
@@ -182,21 +183,21 @@ def _make_dataset(name: str, _key: str, config: _Held, seed: int, size: int) -> 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f" Did you mean {' or '.join(near)}?" if near else f" Known: {', '.join(sorted(DATASETS))}."
-        raise UserError(f"data.source: unknown reasoning_gym data set {name!r}.{hint}")
+        raise UserError(f"unknown reasoning_gym data set {name!r}.{hint}")
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for key in config.value:
         if key not in known:
             hint = did_you_mean(key, known)
             raise UserError(
-                f"data.source.config: {name} has no parameter {key!r}.{hint} Known: {', '.join(sorted(known))}."
+                f"reasoning_gym's {name} has no parameter {key!r}.{hint} Known: {', '.join(sorted(known))}."
             )
     hashed = [each for each in HASHED if each in f"{name} {config.value}"]
     if hashed and sys.flags.hash_randomization:
         raise UserError(
-            f"data.source: the questions of {hashed[0]} follow Python's hash seed: the scorer and a resumed run would"
-            " see other questions. Start with the environment variable PYTHONHASHSEED=0."
+            f"reasoning_gym's {hashed[0]} follows Python's hash seed: the scorer and a resumed run would see other"
+            " questions. Start with the environment variable PYTHONHASHSEED=0."
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config.value)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"data.source.config: {name} refuses {config.value}: {error}") from None
+        raise UserError(f"reasoning_gym's {name} refuses {config.value}: {error}") from None

@@ -40,7 +40,7 @@ class Skipped:
     def __str__(self) -> str:
         parts = []
         if self.too_long:
-            parts.append(f"{self.too_long} longer than data.max_prompt_len")
+            parts.append(f"{self.too_long} longer than max_prompt_len")
         if self.unknown_characters:
             parts.append(f"{self.unknown_characters} with characters the tokenizer does not know")
         return ", ".join(parts) or "none"
@@ -77,6 +77,7 @@ class Template:
     A `hint` is added to the last message of the user; the prompt may then exceed `max_len` by `hint_len` tokens.
 
     Attributes:
+      section: the section of the config that the settings are from, for messages.
       notes: remarks on the prompts rendered so far, by kind.
 
     Raises:
@@ -92,8 +93,9 @@ class Template:
         max_len: int,
         hint: Hint | None = None,
         hint_len: int = 0,
+        section: str = "data",
     ):
-        self.hint, self._hint_len = hint, hint_len
+        self.hint, self._hint_len, self.section = hint, hint_len, section
         self.tokenizer = tokenizer
         self.template = template
         self.system = system
@@ -102,20 +104,20 @@ class Template:
         self.notes: dict[str, str] = {}
         if template == "chat" and not tokenizer.chat_template:
             raise UserError(
-                "data.template=chat, but the tokenizer has no chat template; set data.template=raw or a Jinja template"
-                " such as data.template='{{ question }}'."
+                f"{section}.template=chat, but the tokenizer has no chat template; set {section}.template=raw or a"
+                f" Jinja template such as {section}.template='{{{{ question }}}}'."
             )
         self.compiled: Any = None
         self._names: set[str] = set()
         if template not in ("raw", "chat"):
-            self.compiled, self._names = compiled(template, "data.template")
+            self.compiled, self._names = compiled(template, f"{section}.template")
         # A chat template writes its special tokens itself; in front of other text come the tokenizer's own.
         self._leading = () if template == "chat" else leading_ids(tokenizer)
         dated = "strftime_now" in str(tokenizer.chat_template) and "date_string" not in chat_args
         if template == "chat" and dated:
             self.notes["date"] = (
                 "the chat template writes today's date, so prompts change from day to day; where it reads date_string,"
-                " data.chat_args={date_string: 26 Jul 2024} keeps them"
+                f" {section}.chat_args={{date_string: 26 Jul 2024}} keeps them"
             )
 
     def render(self, question: str | Messages, meta: Mapping[str, Any], tools: Sequence[Any] = ()) -> str:
@@ -136,12 +138,13 @@ class Template:
         whole = [{"role": "system", "content": system}, *said] if system else said
         if self.template == "chat":
             return self._chat(whole, tools)
+        setting = f"{self.section}.template"
         if tools and "tools" not in self._names:
-            raise UserError(f"data.template={self.template!r} leaves out a row's tools: use data.template=chat.")
+            raise UserError(f"{setting}={self.template!r} leaves out a row's tools: use {setting}=chat.")
         if len(said) > 1 and "messages" not in self._names:
             raise UserError(
-                f"data.template={self.template!r} writes one message, and here are {len(said)}"
-                f" ({', '.join(str(message['role']) for message in said)}): use data.template=chat, or a Jinja template"
+                f"{setting}={self.template!r} writes one message, and here are {len(said)}"
+                f" ({', '.join(str(message['role']) for message in said)}): use {setting}=chat, or a Jinja template"
                 " that writes {{ messages }}."
             )
         text = next((m["content"] for m in reversed(said) if m["role"] == "user"), said[-1]["content"])
@@ -149,10 +152,10 @@ class Template:
             return f"{system}\n{text}" if system else text
         if system and not self._names & {"system", "messages"}:
             raise UserError(
-                f"data.template={self.template!r} leaves out the system message {system!r:.80}: add {{{{ system }}}}."
+                f"{setting}={self.template!r} leaves out the system message {system!r:.80}: add {{{{ system }}}}."
             )
         values = {"question": text, "system": system, "messages": whole, "meta": meta, "tools": tools}
-        return rendered(self.compiled, f"data.template {self.template!r}", **values)
+        return rendered(self.compiled, f"{setting} {self.template!r}", **values)
 
     def _chat(self, messages: Messages, tools: Sequence[Any]) -> str:
         goes_on = messages[-1]["role"] == "assistant"
@@ -194,7 +197,9 @@ class Template:
             skipped.unknown_characters += 1
             return None
         if tokens[-1] == self.tokenizer.eos_token_id:
-            self.notes["end"] = "prompts end in the end token, and the policy goes on after it: see data.template"
+            self.notes["end"] = (
+                f"prompts end in the end token, and the policy goes on after it: see {self.section}.template"
+            )
         return tokens
 
     def prompt(
@@ -247,7 +252,7 @@ def compiled(template: str, name: str) -> tuple[Any, set[str]]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if "{{" not in template and "{%" not in template:
-        kinds = "raw, chat or " if name == "data.template" else ""
+        kinds = "raw, chat or " if name.endswith(".template") else ""
         raise UserError(f"{name}={template!r}: expected {kinds}a Jinja template (one with {{{{ question }}}}).")
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:

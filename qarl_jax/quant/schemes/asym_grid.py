@@ -41,7 +41,8 @@ cannot hold other schemes: they are exported as they are published.
 **In vLLM** the bridge's layers hold these arrays, and t once per output of a fused weight (asym_layers.py there).
 One that rounds its activations calls its zero points `weight_zero_point_a4` or `_a2`.
 
-**Left out.** Experts in vLLM; scales searched by error; groups as long as a row.
+**Left out.** Experts in vLLM; scales searched by error; groups as long as a row; groups with high - low above float32's
+largest number. Their scale is NaN, which the bridge refuses. With the right scale the rounded weight may be infinite.
 
 Sources: Bit-by-Bit, arXiv 2604.07888; e4m3, arXiv 2209.05433.
 """
