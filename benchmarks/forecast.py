@@ -49,12 +49,13 @@ STEPS = (
     "step_8b_rounded_h200.json",
     "step_8b_rows_h200.json",
     "step_8b_1024_h200.json",
+    "step_8b_1024_int8_h200.json",
     "step_1.7b_plan_h200.json",
     "step_30b_a3b_two_h200.json",
     "step_30b_a3b_four_h200.json",
 )
 # Records of code that adds gradients in the backward; others held a second, whole copy of them.
-SUMMED = ("step_8b_rounded_h200.json", "step_8b_rows_h200.json", "step_8b_1024_h200.json", "step_1.7b_plan_h200.json")
+SUMMED = (*STEPS[:4], "step_1.7b_plan_h200.json")
 # Phases whose rates are fitted together; every other term belongs to one phase alone.
 PHASES = (("rollout",), ("old_logprobs", "update"), ("publish",), ("other",))
 # Least factors of a fit. A time at the roofline takes as long at least, but tokens that route alike touch fewer experts

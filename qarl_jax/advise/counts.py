@@ -185,6 +185,10 @@ def scored(cfg: RunConfig) -> float:
     return alignment.CHECKED * (1.0 - cfg.train.update_epochs / updates)  # the first update of a pass checks itself
 
 
+FASTER = {"bf16": 1.0, "int8": 1.73, "fp8": 1.19}
+"""Speed of an 8B layer's dX and dW over cuBLAS' in bfloat16, rounding included (`backward_products_8b_h200.json`)."""
+
+
 def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: bool) -> Terms:
     """Counts passes over a step's samples: the forward that scores them, or the updates' forward and backward."""
     weights, model = weights_of(cfg, rollout=False), learner.model_of(cfg)
@@ -205,7 +209,8 @@ def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: boo
     attention = 2.0 * model.num_layers * model.num_heads * model.head_dim * length * tokens / machine.product
     passes = repeated
     if backward:
-        low_bit = machine.speed_of(KERNELS[cfg.quant.backward])
+        form = cfg.quant.backward
+        low_bit = min(machine.product * FASTER[form], machine.speed_of(KERNELS[form]))
         sides = 2.0 if cfg.lora is None else 1.0  # gradients of inputs, and of weights that learn
         product += sides * 2.0 * tokens * weights.dense / low_bit
         product += (1.0 + sides) * head  # its logits are made again
