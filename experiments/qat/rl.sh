@@ -61,6 +61,7 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false
 for scheme in w2a16_midpoint:g32 w4a16_midpoint:g32 w8a16_asym:g32; do
   for run in "$work"/runs/*_seed*; do # as many at a time as there are runs
     out=$run/${scheme%%:*}.jsonl limit=$((seconds - SECONDS + began))
+    [ -d "$run" ] || continue # none was trained
     [ -e "$out" ] || [ "$limit" -lt 30 ] || timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$run" \
       --scheme "$scheme" --json --out "$out" "${judged[@]}" >>"$run/widths.json" 2>>"$run/widths.log" ||
       echo "not judged under $scheme: $run" >&2 &

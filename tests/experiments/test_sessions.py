@@ -83,6 +83,29 @@ def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash
     assert said == config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data.system
 
 
+def test_a_nested_session_trains_all_widths_and_scores_a_run_at_each(bash, tmp_path):
+    work = tmp_path / "nested"
+    run = work / "runs" / "qarl_w4a16_w2a16_midpoint_g32_seed1"
+    run.mkdir(parents=True)
+    (work / "questions.jsonl").touch()
+    script = "benchmarks/sessions/qat/0/20-rl.sh"
+    more = {"TINY": "1", "START": "nested", "RESULTS": str(tmp_path), "MODELS": "M"}
+    said = bash(script, RUNS="qarl_w4a16:1", **more)
+    (made,), (trained,) = ([line for line in said if f"qarl_jax.{verb} " in line] for verb in ("qat", "train"))
+    assert "widths=[8, 4, 2]" in made
+    assert "quant.forward=w2a16_midpoint:g32" in trained
+    assert trained.endswith("train.widths=[8,4,2]")
+    scored = [line for line in said if f"qarl_jax.evaluate --checkpoint {run} " in line]
+    assert [re.search(r"--scheme (\S+)", line).group(1) for line in scored] == [
+        "w2a16_midpoint:g32", "w4a16_midpoint:g32", "w8a16_asym:g32",
+    ]  # fmt: skip
+
+
+def test_without_runs_a_model_is_trained_and_nothing_else(bash, tmp_path):
+    said = bash("experiments/qat/rl.sh", str(tmp_path), "900", "nested", MODEL="M")
+    assert "qarl_jax.qat" in said[-1]
+
+
 def test_a_session_makes_each_cell_of_when_to_quantize_once(bash, tmp_path):
     script, results = "benchmarks/sessions/quantize/all/10-cells.sh", tmp_path / "quantize"
     more = {"TINY": "1", "RESULTS": str(tmp_path), "MODELS": "M"}
