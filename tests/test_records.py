@@ -9,6 +9,7 @@ import statistics
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 STEPS = ("8b", "8b_1024", "8b_1024_int8", "8b_1024_moments", "8b_norms", "8b_proximal", "8b_rounded")
+SIZE = re.compile(r"-?\d+\.\d ± \d+\.\d")
 OF_8B = (*(f"step_{name}_h200.json" for name in STEPS), "step_8b_two_h100.json", "exact_norms_h200.json")
 
 
@@ -31,6 +32,17 @@ def test_readmes_tokens_of_8b_are_the_sum_of_the_records():
     )
     tokens, mismatched = re.search(r"\| ([\d,]+) \| \[(\d+)\]", row).groups()
     assert (sum(n for n, _ in pairs), sum(n for _, n in pairs)) == (int(mismatched), int(tokens.replace(",", "")))
+
+
+def test_readmes_differences_stand_in_the_pages_of_their_columns():
+    root = RESULTS.parents[1]
+    lines = (root / "README.md").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| difference |"))
+    pages = [(root / path).read_text() for path in re.findall(r"\((docs/\S+?\.md)\)", lines[first])]
+    rows = [line.strip("| ").split("|")[1:] for line in lines[first + 2 : first + 6]]
+    sizes = [(size, page) for row in rows for cell, page in zip(row, pages, strict=True) for size in SIZE.findall(cell)]
+    assert len(sizes) == 13
+    assert [size for size, page in sizes if f" {size}" not in page.replace("*", " ")] == []
 
 
 def table(page, title):
