@@ -70,6 +70,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 } | {"read_experts": (0.8, float("inf")), "micro_batch": (5e-5, 2e-4), "stream_gradients": (1.0, 4.0)}  # fmt: skip
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "operations" / "advise.md"
 EXAMPLE = ["model.param_dtype=bfloat16", "optimizer.moment_dtype=int8"]
+TF32 = "optimizer.matmul_precision=high"
 UNUSED = ("rollout.engine.execution", "data.source", "reward")  # gone, or of the machine that ran it
 
 
@@ -148,7 +149,11 @@ def settled(
     """Returns a recorded run's config with its memory settings chosen, and the GiB that JAX would hold on a device."""
     words = [TODAY.get(word, word) for word in words]
     kept = [word for word in words if word.split("=", 1)[0] not in (*UNUSED, "model.path")]
-    older = ["train.proximal=learner"]  # a record of before this setting; another has it among its own
+    # Of before train.proximal, and of Muon in TF32; other records have these among their own words.
+    older = ["train.proximal=learner"]
+    if not any(word.startswith("optimizer.name=") for word in kept):
+        older.append(TF32)
+    kept = [each for word in kept for each in ((word, TF32) if word == "optimizer.name=muon" else (word,))]
     cfg = config.on_a_gpu(config.load(step_gpu.CONFIG, [*older, *kept, f"model.path={folder}"]))
     beside = learner.beside_sums if summed else lambda model, *of: learner.nbytes(*of)
     with mock.patch.object(learner, "beside_sums", beside):

@@ -36,7 +36,7 @@ START: dict[str, Any] = {
     "reward": {"name": "math_verify"},
     "rollout": {"num_samples_per_prompt": 8, "max_response_len": 1024},
     "loss": {"name": "tbpo"},
-    "optimizer": {"name": "muon", "matmul_precision": "bfloat16", "offload": "auto"},
+    "optimizer": {"name": "muon", "offload": "auto"},
     "train": {"prompts_per_step": 16, "prompts_per_update": 8, "grad_dtype": "auto"},
     "eval": {"at_end": False},
 }

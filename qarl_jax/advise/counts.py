@@ -238,7 +238,7 @@ def _optimizer(cfg: RunConfig, machine: Machine) -> Terms:
     state, masters = learner.nbytes(made.opt_state, mesh), learner.nbytes(made.learned, mesh)
     gradients = learner.nbytes(made.learned, mesh, cfg.train.grad_dtype_or_float32)
     precision = getattr(cfg.optimizer, "matmul_precision", "default")
-    speed = machine.product if precision == "bfloat16" else machine.float32.get(precision, machine.float32["default"])
+    speed = machine.float32.get(precision, machine.product)
     product = iterates = 0.0  # of Muon's iteration: FLOP, and bytes of what is float32 between its products
     if isinstance(cfg.optimizer, Muon):
         for leaf, name in zip(jax.tree.leaves(made.learned), jax.tree.leaves(labels(made.learned)), strict=True):

@@ -28,7 +28,7 @@ class Machine:
       bandwidth: bytes between memory and cores.
       product: FLOP of dense bfloat16 products.
       low_bit: FLOP of a product of codes over `product`, by `Scheme.kernel`; 1 for a kernel that is not listed.
-      float32: FLOP of products of float32 matrices, by JAX's precision: "default" (TF32 on a GPU) or "highest".
+      float32: FLOP of products of float32 matrices, by JAX's precision: "high" (TF32 on a GPU) or "highest".
       link: bytes to another device of the host, one way.
       host_link: bytes to the host's memory, one way.
       is_measured: whether the rates of `forecast.RATES` were measured on it, and not carried over.
@@ -57,9 +57,9 @@ def _machine(name: str, kind: str, gib: float, **rates: object) -> Machine:
 
 
 _BOTH, _INT8 = {"int8": 2.0, "e4m3": 2.0}, {"int8": 2.0}
-_HOPPER, _AMPERE = {"default": 495e12, "highest": 67e12}, {"default": 156e12, "highest": 19.5e12}
-_L40S, _L4 = {"default": 183e12, "highest": 91.6e12}, {"default": 60e12, "highest": 30.3e12}
-_BLACKWELL, _TPU = {"default": 1.1e15, "highest": 80e12}, {"default": 459e12, "highest": 76e12}
+_HOPPER, _AMPERE = {"high": 495e12, "highest": 67e12}, {"high": 156e12, "highest": 19.5e12}
+_L40S, _L4 = {"high": 183e12, "highest": 91.6e12}, {"high": 60e12, "highest": 30.3e12}
+_BLACKWELL, _TPU = {"high": 1.1e15, "highest": 80e12}, {"high": 153e12, "highest": 76e12}
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -87,7 +87,7 @@ def this_cpu() -> Machine:
         bandwidth=bandwidth,
         product=product,
         low_bit={},
-        float32={"default": product, "highest": product},
+        float32={"high": product, "highest": product},
         link=bandwidth,
         host_link=bandwidth,
     )

@@ -107,9 +107,9 @@ class Muon(Common):
     Attributes:
       momentum: decay of the gradient's running average (not from a config).
       nesterov: look one gradient ahead (not from a config).
-      matmul_precision: precision of Newton-Schulz's products. "default" is the accelerator's fastest for float32 (TF32
-        on a GPU, one pass of bfloat16 on a TPU); "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds the
-        operands, as Muon's authors do: twice as fast on a GPU.
+      matmul_precision: precision of Newton-Schulz's products. "default" rounds the operands to bfloat16 on a GPU and a
+        TPU, as Muon's authors do, and is float32 on a CPU; "bfloat16" rounds them everywhere. On a GPU "high" is TF32,
+        half as fast, and "highest" float32, a tenth as fast.
       adamw_lr: peak learning rate of the other parameters (`AdamW`, without decay); None: `lr`.
     """
 

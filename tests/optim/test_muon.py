@@ -110,6 +110,17 @@ def test_products_of_bfloat16_move_the_direction_by_a_few_percent():
     assert sigma.max() < 1.3
 
 
+def test_by_default_a_gpu_multiplies_in_bfloat16_and_a_cpu_in_float32(monkeypatch):
+    u = jnp.asarray(normal(7, 48, 80))
+    np.testing.assert_array_equal(
+        muon.orthogonalize(u, precision="default"), muon.orthogonalize(u, precision="highest")
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    np.testing.assert_array_equal(
+        muon.orthogonalize(u, precision="default"), muon.orthogonalize(u, precision="bfloat16")
+    )
+
+
 def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
