@@ -83,6 +83,18 @@ def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash
     assert said == config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data.system
 
 
+def test_runs_of_qat_are_scored_at_each_width_and_without_a_run_the_model_is_made_alone(bash, tmp_path):
+    (tmp_path / "questions.jsonl").touch()
+    command = ("experiments/qat/rl.sh", str(tmp_path), "900")
+    alone = bash(*command, "nested", MODEL="M")
+    assert [("answers.py" in line, "qarl_jax.qat" in line) for line in alone] == [(True, False), (False, True)]
+    said = bash(*command, "nested", "qarl_w4a16:1", "qarl_w4a16:2", MODEL="M")
+    scored = re.findall(r"_seed(\d) --scheme (\w+):g32", "\n".join(said))
+    assert sorted(scored) == [(s, w) for s in "12" for w in ("w2a16_midpoint", "w4a16_midpoint", "w8a16_asym")]
+    with pytest.raises(subprocess.CalledProcessError):
+        bash(*command, "rounding", MODEL="M")
+
+
 def test_a_session_makes_each_cell_of_when_to_quantize_once(bash, tmp_path):
     script, results = "benchmarks/sessions/quantize/all/10-cells.sh", tmp_path / "quantize"
     more = {"TINY": "1", "RESULTS": str(tmp_path), "MODELS": "M"}
