@@ -20,6 +20,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from safetensors.numpy import load_file, save_file
 
 from qarl_jax import doctor, models, quant, train
+from qarl_jax.loop.session import Session
 from qarl_jax.memory import learner, plan
 from qarl_jax.observe.trackers import watched
 from qarl_jax.quant.backward import GRIDS
@@ -83,6 +84,8 @@ def test_a_compiler_that_breaks_the_rounding_is_told(world, capsys, monkeypatch)
     assert "set quant.backward=bf16" in lines["backward"]["found"] + lines["backward"]["todo"]
     assert train.main([*world.command("quant.backward=int8")]) == 2
     assert re.search(r"196,608 numbers are rounded wrongly .* set quant\.backward=bf16", capsys.readouterr().err)
+    with pytest.raises(UserError, match="rounded wrongly"):  # a notebook, too
+        Session(config.from_dict(copy.deepcopy(world.tree), "tiny", ["quant.backward=int8"]))
 
 
 def test_codes_are_checked_after_jaxs_memory_is_settled(world, monkeypatch):

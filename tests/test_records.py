@@ -62,9 +62,11 @@ def test_the_table_of_8b_steps_has_the_medians_of_three_steps_after_two():
     )
     assert len(rows) == len(runs) == 7
     for row, (run, plain) in zip(rows, runs, strict=True):
-        seconds = lambda name, run=run: statistics.median(step[f"time/{name}_s"] for step in run["steps"][2:])  # noqa: E731
+        median = lambda name, run=run: statistics.median(step[name] for step in run["steps"][2:])  # noqa: E731
+        seconds = lambda name, run=run, of=median: of(f"time/{name}_s", run)  # noqa: E731
         assert row[1].strip("*") == f"{seconds('step'):.1f} s"
         assert row[2:5] == [f"{seconds(name):.1f}" for name in ("rollout", "update", "publish")]
+        assert row[5] == f"{median('perf/model_tflops'):.0f}"
         assert float(row[6].strip("*")) == round(seconds("step", plain) / seconds("step"), 2)
 
 

@@ -8,7 +8,7 @@
 #   JOBS=3 bash experiments/qat/rl.sh /tmp/nested_all 1700 nested qarl_w4a16:{1,2,3} -- 'train.widths=[8,4,2]'
 #
 # `training` first makes WORK/model by qat, of the model's own answers to training questions (answers.py; PLAN.md, departures).
-# Without ARM:SEED it makes no more than this model.
+# Without ARM:SEED it makes no more than this model, and so does `nested`.
 # `nested` trains 8, 4 and 2 bits as slices of one grid, samples at 2, and scores each run at all three (runs/*/widths.json).
 # BITS: 2 or 3 (2). ARMs are files of configs/qwen25_coder_0p5b; `base:w2a16_asym:g32` judges the beginning. MODEL, JOBS and the
 # rest: experiments/qwen25_coder/stretch.sh.
@@ -52,7 +52,10 @@ fi
 overrides=() runs=() judged=()
 [ -z "${TINY:-}" ] || judged=(eval.num_prompts=2)
 while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1") && shift; done
-[ ${#runs[@]} -gt 0 ] || exit 0
+if [ ${#runs[@]} -eq 0 ]; then
+  [ "$start" != rounding ] || { echo "rounding: name ARM:SEED" >&2 && exit 2; }
+  exit 0
+fi
 [ $# -eq 0 ] || { shift && overrides=("$@"); }
 MODEL=$model FORMAT=$scheme bash experiments/qwen25_coder/plan_1p5b.sh "$work" $((seconds - SECONDS + began)) \
   "${runs[@]}" -- "${more[@]}" "${overrides[@]}"

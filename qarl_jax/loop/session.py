@@ -50,7 +50,8 @@ class Session:
       step: number of the next step, which is the served version of the policy.
 
     Raises:
-      UserError: the config has a critic, a reference policy (`kl.coef`) or asynchronous training.
+      UserError: the config has a critic, a reference policy (`kl.coef`) or asynchronous training, or the device rounds
+        the codes of `quant.backward` wrongly.
     """
 
     def __init__(self, cfg: RunConfig):
@@ -62,6 +63,7 @@ class Session:
             raise UserError("a session goes step by step: set train.asynchronous.max_staleness=0 for it.")
         cfg, self.step, self._stack = spread(cfg), 0, contextlib.ExitStack()
         mesh = build.make_mesh(cfg)
+        build.check_backward(cfg)
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
         self.cfg = cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, self.tokenizer))

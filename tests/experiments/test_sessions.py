@@ -83,27 +83,27 @@ def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash
     assert said == config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data.system
 
 
-def test_a_nested_session_trains_all_widths_and_scores_a_run_at_each(bash, tmp_path):
-    work = tmp_path / "nested"
-    run = work / "runs" / "qarl_w4a16_w2a16_midpoint_g32_seed1"
-    run.mkdir(parents=True)
-    (work / "questions.jsonl").touch()
-    script = "benchmarks/sessions/qat/0/20-rl.sh"
+def test_a_nested_session_trains_all_widths(bash, tmp_path):
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested/questions.jsonl").touch()
     more = {"TINY": "1", "START": "nested", "RESULTS": str(tmp_path), "MODELS": "M"}
-    said = bash(script, RUNS="qarl_w4a16:1", **more)
+    said = bash("benchmarks/sessions/qat/0/20-rl.sh", RUNS="qarl_w4a16:1", **more)
     (made,), (trained,) = ([line for line in said if f"qarl_jax.{verb} " in line] for verb in ("qat", "train"))
     assert "widths=[8, 4, 2]" in made
     assert "quant.forward=w2a16_midpoint:g32" in trained
     assert trained.endswith("train.widths=[8,4,2]")
-    scored = [line for line in said if f"qarl_jax.evaluate --checkpoint {run} " in line]
-    assert [re.search(r"--scheme (\S+)", line).group(1) for line in scored] == [
-        "w2a16_midpoint:g32", "w4a16_midpoint:g32", "w8a16_asym:g32",
-    ]  # fmt: skip
 
 
-def test_without_runs_a_model_is_trained_and_nothing_else(bash, tmp_path):
-    said = bash("experiments/qat/rl.sh", str(tmp_path), "900", "nested", MODEL="M")
-    assert "qarl_jax.qat" in said[-1]
+def test_runs_of_qat_are_scored_at_each_width_and_without_a_run_the_model_is_made_alone(bash, tmp_path):
+    (tmp_path / "questions.jsonl").touch()
+    command = ("experiments/qat/rl.sh", str(tmp_path), "900")
+    alone = bash(*command, "nested", MODEL="M")
+    assert [("answers.py" in line, "qarl_jax.qat" in line) for line in alone] == [(True, False), (False, True)]
+    said = bash(*command, "nested", "qarl_w4a16:1", "qarl_w4a16:2", MODEL="M")
+    scored = re.findall(r"_seed(\d) --scheme (\w+):g32", "\n".join(said))
+    assert sorted(scored) == [(s, w) for s in "12" for w in ("w2a16_midpoint", "w4a16_midpoint", "w8a16_asym")]
+    with pytest.raises(subprocess.CalledProcessError):
+        bash(*command, "rounding", MODEL="M")
 
 
 def test_a_session_makes_each_cell_of_when_to_quantize_once(bash, tmp_path):

@@ -42,15 +42,12 @@ def aggregate(terms: Float[Array, "B T"], r: Responses, mode: str, *, max_respon
     Raises:
       UserError: as `denominator`.
     """
-    if denominator(mode) == "tokens":
-        total, count = jnp.where(r.mask, terms, 0.0).sum(), r.num_tokens
-    elif mode == "seq-mean-token-mean":
-        total, count = r.mean(terms).sum(), r.num_sequences
-    else:
-        total, count = jnp.where(r.mask, terms, 0.0).sum(), r.num_sequences
-        if mode == "seq-mean-token-sum-norm":
-            total = total / (1.0 if max_response_len is None else float(max_response_len))
-    return Mean(total * r.valid, count)
+    count = r.num_tokens if denominator(mode) == "tokens" else r.num_sequences
+    each = r.mean(terms) if mode == "seq-mean-token-mean" else jnp.where(r.mask, terms, 0.0)
+    total = (each * r.valid).sum()
+    if mode == "seq-mean-token-sum-norm":
+        total = total / (1.0 if max_response_len is None else float(max_response_len))
+    return Mean(total, count)
 
 
 def aggregate_sequences(terms: Float[Array, "B S"], r: Responses, mode: str) -> Mean:
@@ -59,9 +56,9 @@ def aggregate_sequences(terms: Float[Array, "B S"], r: Responses, mode: str) -> 
     Raises UserError for other modes.
     """
     if denominator(mode) == "tokens":
-        total, count = (r.length * terms).sum(), r.num_tokens
+        each, count = r.length * terms, r.num_tokens
     elif mode == "seq-mean-token-mean":
-        total, count = jnp.where(r.present, terms, 0.0).sum(), r.num_sequences
+        each, count = jnp.where(r.present, terms, 0.0), r.num_sequences
     else:
         raise UserError(f"aggregation {mode!r} does not apply to a sequence-level objective: use seq-mean-token-mean")
-    return Mean(total * r.valid, count)
+    return Mean((each * r.valid).sum(), count)

@@ -40,7 +40,8 @@ class Responses:
       drift: [B, T] float32, sampler minus learner now; carries the gradient.
       advantages: [B, T] float32, no gradient.
       length: [B, S] float32, masked tokens of each response.
-      valid: scalar float32, 1, or NaN when a segment id exceeds S (a packing bug must not train silently).
+      valid: [B, 1] float32, 1, or NaN when a segment id of the row exceeds S (a packing bug must not train silently).
+        A flag of all rows would be a collective without an order among those of the forward's loop.
     """
 
     mask: Bool[Array, "B T"]
@@ -51,7 +52,7 @@ class Responses:
     drift: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
     length: Float[Array, "B S"]
-    valid: Float[Array, ""]
+    valid: Float[Array, "B 1"]
 
     @property
     def ratio(self) -> Float[Array, "B T"]:
@@ -149,8 +150,8 @@ def prepare(
     slots = max(shape[1] if x.max_segments is None else x.max_segments, 1)
     mask = response_mask(x)
     segment_ids = jnp.where(mask, jnp.asarray(x.segment_ids).astype(jnp.int32), 0)
-    overflow = (segment_ids > slots).any()
-    if not isinstance(overflow, jax.core.Tracer) and bool(overflow):
+    overflow = (segment_ids > slots).any(1, keepdims=True)
+    if not isinstance(overflow, jax.core.Tracer) and bool(overflow.any()):
         raise UserError(
             f"LossInputs.segment_ids reaches {int(segment_ids.max())}, but max_segments is {slots}: "
             "raise max_segments to the largest number of responses packed into a row"
