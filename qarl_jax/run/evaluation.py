@@ -348,7 +348,7 @@ def run(
 
 
 def _publish(engine: RolloutEngine, version: int, params: Any, quantized: tuple[Any, Any]) -> None:
-    """quantized: graphdef and qweights."""
+    """Publishes masters with the (graphdef, qweights) that they were quantized to."""
     params, qweights = joined(params, quantized[1])
     engine.publish(PolicyWeights(graphdef=quantized[0], params=params, qweights=qweights), version)
 
