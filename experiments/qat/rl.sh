@@ -9,7 +9,8 @@
 #
 # `training` first makes WORK/model by qat, of the model's own answers to training questions (answers.py; PLAN.md, departures).
 # Without ARM:SEED it makes no more than this model, and so does `nested`.
-# `nested` trains 8, 4 and 2 bits as slices of one grid, samples at 2, and scores each run at all three (runs/*/widths.json).
+# `nested` trains 8, 4 and 2 bits as slices of one grid, samples and evaluates at 2, and scores each run at 4 and 8, too
+# (runs/*/w4a16_midpoint.jsonl, w8a16_asym.jsonl).
 # BITS: 2 or 3 (2). ARMs are files of configs/qwen25_coder_0p5b; `base:w2a16_asym:g32` judges the beginning. MODEL, JOBS and the
 # rest: experiments/qwen25_coder/stretch.sh.
 # TINY=1: the shortest training and two short steps.
@@ -61,13 +62,15 @@ MODEL=$model FORMAT=$scheme bash experiments/qwen25_coder/plan_1p5b.sh "$work" $
   "${runs[@]}" -- "${more[@]}" "${overrides[@]}"
 [ "$start" = nested ] || exit 0
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
-for scheme in w2a16_midpoint:g32 w4a16_midpoint:g32 w8a16_asym:g32; do
-  for run in "$work"/runs/*_seed*; do # as many at a time as there are runs
+[ ! -e /tmp/mps/pipe/control ] || export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps/pipe CUDA_MPS_LOG_DIRECTORY=/tmp/mps/log
+for run in "$work"/runs/*_seed*; do # a run's last evaluation has two bits
+  for scheme in w4a16_midpoint:g32 w8a16_asym:g32; do
     out=$run/${scheme%%:*}.jsonl limit=$((seconds - SECONDS + began))
     [ -d "$run" ] || continue # none was trained
     [ -e "$out" ] || [ "$limit" -lt 30 ] || timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$run" \
-      --scheme "$scheme" --json --out "$out" "${judged[@]}" >>"$run/widths.json" 2>>"$run/widths.log" ||
+      --scheme "$scheme" --json --out "$out" "${judged[@]}" >"${out%l}" 2>"${out%.jsonl}.log" ||
       echo "not judged under $scheme: $run" >&2 &
+    [ -z "${TINY:-}" ] || wait
   done
-  wait
 done
+wait
