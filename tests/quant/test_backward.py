@@ -313,9 +313,9 @@ def test_codes_are_numpys_on_a_gpu(form, shape, source, factors):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("form", FORMATS)
-def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
-    """Sizes that no tile divides. Sums of e4m3 codes within tensor cores err by 1e-4 of the magnitudes. On an H200
-    those of XLA at its highest precision err by 7e-6."""
+def test_on_a_gpu_kernels_give_xlas_codes_and_sums_keep_14_bits(form):
+    """Sizes that no tile divides. Hopper tensor cores keep 14 bits of partial sums of e4m3 codes. So a sum may err by
+    the last of these bits. On an H200 it errs by 3.6e-5 of the magnitudes, and by 1e-4 if the cores alone add it up."""
     rows, outputs, inputs = 4000, 1040, 528
     rng = np.random.default_rng(1)
     x, w, dy = (
@@ -339,9 +339,10 @@ def test_on_a_gpu_kernels_give_xlas_codes_and_sums_lose_no_bits(form):
     (_, dx), (_, dw) = made = numpys(np.asarray(dy), seed, form, ways)
     lhs, rhs = (float64(dx, 1), float64(dw, 1).T), (float64(qt.codes, 1), float64(used[0], 1))
     scales = [np.asarray(largest, np.float64)[:, None] / GRIDS[form].largest for largest, _ in made]
-    for a, b, scale, gradients in zip(lhs, rhs, scales, zip(own, xla, strict=True), strict=True):
+    shares = []
+    for a, b, scale, *gradients in zip(lhs, rhs, scales, own, xla, strict=True):
         exact, magnitudes = scale * (a @ b), scale * (np.abs(a) @ np.abs(b))
-        for name, gradient in zip(("own", "xla"), gradients, strict=True):  # each is rounded to bfloat16 once
+        for gradient in gradients:  # each is rounded to bfloat16 once
             over = np.abs(np.asarray(gradient, np.float64) - exact) - 2.0**-8 * np.abs(exact)
-            share = np.max(over / magnitudes)
-            assert share <= 2e-5, (name, share)
+            shares.append(float(np.max(over / magnitudes)))
+    assert max(shares) <= 2.0**-14, dict(zip(("dX own", "dX xla", "dW own", "dW xla"), shares, strict=True))
