@@ -19,14 +19,17 @@ from experiments.qwen25_coder import stats
 FILE = pathlib.Path(__file__).parent / "results/rl_h200.jsonl"
 
 
-def arms(file: pathlib.Path) -> dict[tuple[str, str], dict[str, np.ndarray]]:
-    """Reads the answers to held-out questions: (beginning, scheme) -> arm -> [seeds, questions], by seed."""
-    found: dict[tuple[str, str], dict[str, list[list[int]]]] = {}
+Arm = dict[int | None, list[int]]
+
+
+def arms(file: pathlib.Path) -> dict[tuple[str, str], dict[str, Arm]]:
+    """Reads the answers to held-out questions: (beginning, scheme) -> arm -> seed -> a number per question."""
+    found: dict[tuple[str, str], dict[str, Arm]] = {}
     for run in map(json.loads, file.read_text().splitlines()):
         if "start" in run and "held_out" in run:
             of = found.setdefault((run["start"], run["scheme"]), {})
-            of.setdefault(run["arm"], []).append([int(digit) for digit in run["held_out"]])
-    return {of: {arm: np.array(x, np.float64) for arm, x in each.items()} for of, each in found.items()}
+            of.setdefault(run["arm"], {})[run["seed"]] = [int(digit) for digit in run["held_out"]]
+    return found
 
 
 def said(x: np.ndarray) -> str:
@@ -38,10 +41,12 @@ def said(x: np.ndarray) -> str:
 def main() -> None:
     for (start, scheme), each in arms(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FILE).items():
         print(f"{scheme} from {start}")
-        for arm, x in each.items():
+        for arm, seeds in each.items():
+            x = np.array([*seeds.values()], np.float64)
             print(f"  {arm:<8} {said(x)}  by seed {', '.join(f'{100 * one:.2f}' for one in x.mean(1))}")
-        if {"qarl", "rollout"} <= each.keys():
-            print(f"  qarl less rollout {said(each['qarl'] - each['rollout'])}")
+        qarl, rollout = each.get("qarl", {}), each.get("rollout", {})
+        if both := sorted(qarl.keys() & rollout.keys(), key=str):
+            print(f"  qarl less rollout {said(np.array([np.subtract(qarl[seed], rollout[seed]) for seed in both]))}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from typing import Any
 
 from qarl_jax import quant
 from qarl_jax.learning.critic import Config as CriticConfig
@@ -62,14 +64,20 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
 
 def _trained_for(cfg: RunConfig) -> list[str]:
     """Warns in one line of a policy that `qat` trained for another grid than the sampler's, mostly in other groups."""
-    trained = made.read_receipt(cfg.model.path, "qat.json").get("config")
+    sampler = quant.parse_scheme(cfg.quant.rollout_scheme, cfg.quant.group_size)
+    grids = trained_grids(cfg.model.path)
+    names = " and ".join(map(str, grids))
+    wrong = grids and sampler not in grids
+    return [f"the policy was trained for {names}, and is sampled in {sampler or 'bf16'}"] if wrong else []
+
+
+def trained_grids(folder: str | os.PathLike[str]) -> list[Any]:
+    """Returns the schemes for which `qat` trained a model folder; empty if it did not make the folder."""
+    trained = made.read_receipt(folder, "qat.json").get("config")
     if not trained:
         return []
     served = quant.parse_scheme(trained["stages"][-1])
-    grids = [quant.at_width(served, bits) for bits in trained["widths"]] or [served]
-    sampler = quant.parse_scheme(cfg.quant.rollout_scheme, cfg.quant.group_size)
-    names = " and ".join(map(str, grids))
-    return [] if sampler in grids else [f"the policy was trained for {names}, and is sampled in {sampler or 'bf16'}"]
+    return [quant.at_width(served, bits) for bits in trained["widths"]] or [served]
 
 
 def _arm(cfg: QuantConfig) -> list[str]:

@@ -42,7 +42,7 @@ from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.run import build, checkpoint, on_disk, stamp
+from qarl_jax.run import build, checkpoint, description, on_disk, stamp
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import progress
 from qarl_jax.types import UserError, command, entry_point
@@ -90,6 +90,10 @@ def export_model(
       UserError: `models.load_hf` fails, the scheme is bf16 and codes are asked for, or `out` is in use.
     """
     model, rules = pathlib.Path(model), models.parse_rules(scheme)
+    grids, asked = description.trained_grids(model), [each for _, each in rules.rules]
+    if grids and asked and not set(grids) & set(asked):
+        names = " and ".join(map(str, grids))
+        print(f"{model} was trained for {names}, and is written in {' and '.join(map(str, asked))}")
     if kind == "hf":
         with on_disk.whole_folder(out) as staging:
             copy_kept(model, staging)

@@ -50,10 +50,11 @@ def test_the_report_pairs_arms_by_seed_and_question(tmp_path, capsys, monkeypatc
         for arm, each in answers.items()
         for seed, digits in enumerate(each, 1)
     ]
+    lines[1:3] = [lines[1] | {"seed": 3, "held_out": "0000"}, *lines[2:0:-1]]  # no pair, and another order
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "runs.jsonl")])
     report.main()
     said = capsys.readouterr().out
-    assert "qarl     +62.50 +- " in said
-    assert "by seed 50.00, 75.00" in said
-    assert "qarl less rollout +25.00 +- " in said
+    assert "qarl     +41.67 +- " in said
+    assert "by seed 0.00, 75.00, 50.00" in said
+    assert "qarl less rollout +25.00 +- 45.93\n" in said

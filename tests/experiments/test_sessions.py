@@ -87,8 +87,10 @@ def test_a_nested_session_trains_all_widths(bash, tmp_path):
     (tmp_path / "nested").mkdir()
     (tmp_path / "nested/questions.jsonl").touch()
     more = {"TINY": "1", "START": "nested", "RESULTS": str(tmp_path), "MODELS": "M"}
-    said = bash("benchmarks/sessions/qat/0/20-rl.sh", RUNS="qarl_w4a16:1", **more)
+    said = bash("benchmarks/sessions/qat/0/20-rl.sh", RUNS="qarl_w4a16:1 base:w2a16_midpoint:g32", **more)
     (made,), (trained,) = ([line for line in said if f"qarl_jax.{verb} " in line] for verb in ("qat", "train"))
+    (judged,) = (line for line in said if "--suite own" in line)
+    assert re.findall(r"eval\.num_prompts=(\d+)", judged)[-1] == "2"  # not 2,400: a CPU has hours of them
     assert "widths=[8, 4, 2]" in made
     assert "quant.forward=w2a16_midpoint:g32" in trained
     assert trained.endswith("train.widths=[8,4,2]")

@@ -110,9 +110,12 @@ def test_what_is_outside_of_the_layers_stays_as_it_is(world, trained):
 
 
 @pytest.mark.slow
-def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path):
+def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path, capsys):
     out = tmp_path / "codes"
     assert export.main(["--model", str(trained[0]), "--scheme", SCHEME, "--out", str(out)]) == 0
+    assert "was trained for" not in capsys.readouterr().out
+    assert export.main(["--model", str(trained[0]), "--scheme", "w2a16_asym:g16", "--out", str(tmp_path / "g16")]) == 0
+    assert f"was trained for {SCHEME}, and is written in w2a16_asym:g16" in capsys.readouterr().out
     name = "model.layers.1.mlp.down_proj"
     codes = load_file(out / "model.safetensors")
     master = load_file(trained[0] / "model.safetensors")[f"{name}.weight"]
