@@ -104,20 +104,22 @@ def _ratio(squares: list[tuple[jax.Array, jax.Array]]) -> Float[Array, ""]:
     return above / jnp.maximum(below, jnp.float32(1e-30))
 
 
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(x.astype(jnp.float32)).sum()
+def _squares(x: jax.Array) -> jax.Array:
+    """The sum of squares of each row: rows may lie on several devices, but none is cut."""
+    return jnp.square(x.astype(jnp.float32)).sum(-1)
 
 
 @jax.jit
 def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, ""]:
     """Computes ||Q(W) - W||^2 / ||W||^2 over all weights that have a QTensor (QuRL, eq. 14), float32; 0 without any.
 
-    It dequantizes one layer of a stack at a time, and embedding and head whole.
+    It dequantizes one layer of a stack at a time, and embedding and head whole. Devices add their sums once all layers
+    are done: a collective in one weight's loop would have no order among those of another's.
     """
 
     def one(pair: tuple[jax.Array, QTensor]) -> tuple[jax.Array, jax.Array]:
         master, qtensor = pair
-        return _square(quant.dequantize(qtensor, jnp.float32) - master.astype(jnp.float32)), _square(master)
+        return _squares(quant.dequantize(qtensor, jnp.float32) - master.astype(jnp.float32)), _squares(master)
 
     pairs = kernels(params, qweights)
     squares = [one(pair) if pair[0].ndim == 2 else jax.lax.map(one, pair) for pair in pairs]

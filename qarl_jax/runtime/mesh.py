@@ -22,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +38,21 @@ from qarl_jax.types import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 BATCH_AXES = ("data", "fsdp")
 _LAUNCHING = threading.RLock()
+
+
+def _give_simulated_devices_threads() -> None:
+    """Asks XLA for two threads per simulated CPU device, unless `PJRT_NPROC` is set.
+
+    XLA has as many threads as devices or cores, for launching programs and for running them. A launch blocks its thread
+    while 32 programs are in flight on its device. A device may then find no thread for its part of an earlier program,
+    and the others wait for it in a collective forever. XLA reads the variable when it makes its devices.
+    """
+    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if found and int(found[-1]) > 1:
+        os.environ.setdefault("PJRT_NPROC", str(max(2 * int(found[-1]), os.cpu_count() or 1)))
+
+
+_give_simulated_devices_threads()
 
 
 def launch_lock(devices: int) -> contextlib.AbstractContextManager[Any]:

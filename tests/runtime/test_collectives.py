@@ -13,6 +13,7 @@ import pytest
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
+from qarl_jax.models import invariant_scaling
 from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime import mesh
 from qarl_jax.types import TrainBatch
@@ -98,6 +99,21 @@ def test_metrics_travel_with_the_gradients():
     text = gradient.compile(UNOPTIMIZED).as_text()
     reduced = re.findall(r"= \(?(\w+)\[.* all-reduce(?:-start)?\(", text[text.index("\nENTRY") :])
     assert reduced == ["f32"]
+
+
+def test_the_quantization_error_is_added_over_devices_behind_all_loops():
+    """In one all-reduce: two in loops of two weights would have no order."""
+    _, _, params, qweights = programs("w4a16:g32")
+    on = mesh.make_mesh(fsdp=8)
+
+    def at(x, place):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    given = [jax.tree.map(at, tree, mesh.param_shardings(tree, on)) for tree in (params, qweights)]
+    text = invariant_scaling.quantization_error.lower(*given).compile(UNOPTIMIZED).as_text()
+    reduced = re.findall(r" all-reduce(?:-start)?\(", text)
+    assert " while(" in text
+    assert len(reduced) == len(re.findall(r" all-reduce(?:-start)?\(", text[text.index("\nENTRY") :])) > 0
 
 
 def test_without_quantization_the_wire_carries_the_compute_dtype_and_not_the_master():
