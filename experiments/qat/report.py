@@ -17,8 +17,6 @@ import numpy as np
 from experiments.qwen25_coder import stats
 
 FILE = pathlib.Path(__file__).parent / "results/rl_h200.jsonl"
-
-
 Arm = dict[int | None, list[int]]
 
 
@@ -27,8 +25,11 @@ def arms(file: pathlib.Path) -> dict[tuple[str, str], dict[str, Arm]]:
     found: dict[tuple[str, str], dict[str, Arm]] = {}
     for run in map(json.loads, file.read_text().splitlines()):
         if "start" in run and "held_out" in run:
-            of = found.setdefault((run["start"], run["scheme"]), {})
-            of.setdefault(run["arm"], {})[run["seed"]] = [int(digit) for digit in run["held_out"]]
+            seeds = found.setdefault((run["start"], run["scheme"]), {}).setdefault(run["arm"], {})
+            if run["seed"] in seeds:
+                of = f"{run['arm']} from {run['start']} under {run['scheme']}, seed {run['seed']}"
+                raise SystemExit(f"{file}: two runs of {of}; leave one out, or give one another start.")
+            seeds[run["seed"]] = [int(digit) for digit in run["held_out"]]
     return found
 
 

@@ -58,3 +58,6 @@ def test_the_report_pairs_arms_by_seed_and_question(tmp_path, capsys, monkeypatc
     assert "qarl     +41.67 +- " in said
     assert "by seed 0.00, 75.00, 50.00" in said
     assert "qarl less rollout +25.00 +- 45.93\n" in said
+    (tmp_path / "runs.jsonl").write_text(json.dumps(lines[-1]) + "\n" + json.dumps(lines[-1]))
+    with pytest.raises(SystemExit, match=r"two runs of .*, seed"):
+        report.main()
