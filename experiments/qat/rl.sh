@@ -50,8 +50,7 @@ if [ -n "${TINY:-}" ]; then
   source experiments/qwen25_coder/tiny.sh
   more+=("${tiny_step[@]}" train.steps=2 eval.every=0 eval.at_end=false)
 fi
-overrides=() runs=() judged=()
-[ -z "${TINY:-}" ] || judged=(eval.num_prompts=2)
+overrides=() runs=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do runs+=("$1") && shift; done
 if [ ${#runs[@]} -eq 0 ]; then
   [ "$start" != rounding ] || { echo "rounding: name ARM:SEED" >&2 && exit 2; }
@@ -62,13 +61,14 @@ MODEL=$model FORMAT=$scheme bash experiments/qwen25_coder/plan_1p5b.sh "$work" $
   "${runs[@]}" -- "${more[@]}" "${overrides[@]}"
 [ "$start" = nested ] || exit 0
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
-[ ! -e /tmp/mps/pipe/control ] || export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps/pipe CUDA_MPS_LOG_DIRECTORY=/tmp/mps/log
+export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps/pipe CUDA_MPS_LOG_DIRECTORY=/tmp/mps/log # a daemon that outlives stretch.sh
+echo get_server_list | nvidia-cuda-mps-control >/dev/null 2>&1 || unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 for run in "$work"/runs/*_seed*; do # a run's last evaluation has two bits
+  [ -d "$run" ] || continue # none was trained
   for scheme in w4a16_midpoint:g32 w8a16_asym:g32; do
     out=$run/${scheme%%:*}.jsonl limit=$((seconds - SECONDS + began))
-    [ -d "$run" ] || continue # none was trained
     [ -e "$out" ] || [ "$limit" -lt 30 ] || timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$run" \
-      --scheme "$scheme" --json --out "$out" "${judged[@]}" >"${out%l}" 2>"${out%.jsonl}.log" ||
+      --scheme "$scheme" --json --out "$out" >"${out%l}" 2>"${out%.jsonl}.log" ||
       echo "not judged under $scheme: $run" >&2 &
     [ -z "${TINY:-}" ] || wait
   done

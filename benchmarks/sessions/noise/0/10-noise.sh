@@ -7,7 +7,7 @@ more=() least=${LEAST:-450}
 if [ -n "${TINY:-}" ]; then
   runs=(nvfp4_aqn:1 w4a16:1 bf16:1) least=1
   source experiments/qwen25_coder/tiny.sh
-  more=("${tiny_step[@]}" train.steps=2 eval.num_prompts=2 eval.num_samples=2)
+  more=("${tiny_step[@]}" train.steps=2 eval.num_samples=2)
 else
   bash benchmarks/offline_host.sh await "$model/model.safetensors"
   # On a GPU of 141 GB each of five runs has 11.2 GiB for its learner, which is planned to take 7.
