@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from qarl_jax import quant
 from qarl_jax.learning.critic import Config as CriticConfig
@@ -71,7 +70,7 @@ def _trained_for(cfg: RunConfig) -> list[str]:
     return [f"the policy was trained for {names}, and is sampled in {sampler or 'bf16'}"] if wrong else []
 
 
-def trained_grids(folder: str | os.PathLike[str]) -> list[Any]:
+def trained_grids(folder: str | os.PathLike[str]) -> list[quant.Scheme | None]:
     """Returns the schemes for which `qat` trained a model folder; empty if it did not make the folder."""
     trained = made.read_receipt(folder, "qat.json").get("config")
     if not trained:
