@@ -23,7 +23,7 @@ mkdir -p "$work"
 python=${PYTHON:-python3} answers=$work/answers.jsonl
 scheme=w${bits}a16_asym:g32 more=(train.steps=30 eval.every=30)
 if [ "$start" = training ] || [ "$start" = nested ]; then
-  stages='["w8a16_asym:g32", "w4a16_asym:g32", "'$scheme'"]' size=(text.rows=1024 data.holdout=0.1)
+  stages='["w8a16_asym:g32", "w4a16_asym:g32", "'$scheme'"]' size=(text.rows=1024)
   if [ "$start" = nested ]; then
     stages='["w8a16_asym:g32"]' scheme=w2a16_midpoint:g32
     size+=('widths=[8, 4, 2]') more+=(checkpoint.at_end=true)
@@ -38,8 +38,7 @@ if [ "$start" = training ] || [ "$start" = nested ]; then
   [ -e "$answers" ] || XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" experiments/qat/answers.py "$answers" \
     configs/qwen25_coder_0p5b/bf16_grpo.yaml model.path="$model" "${drawn[@]}" >"$work/answers.log" 2>&1
   [ -e "$work/model" ] || XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" \
-    "$python" -m qarl_jax.qat --config configs/qat/smollm2_135m_gpu.yaml data.source.path="$answers" data.template=chat \
-    data.system="$(sed -n 's/^  system: //p' configs/qwen25_coder_0p5b/qarl_w4a16.yaml)" \
+    "$python" -m qarl_jax.qat --config configs/qat/smollm2_135m_gpu.yaml "data=$(bash experiments/qat/data.sh "$answers")" \
     model.path="$model" "stages=$stages" "${size[@]}" out="$work/model" >>"$work/qat.log" 2>&1
   model=$work/model
 elif [ "$start" != rounding ]; then

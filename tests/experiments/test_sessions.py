@@ -11,7 +11,9 @@ import subprocess
 import pytest
 import yaml
 
+from qarl_jax.qat import command as qat_command
 from qarl_jax.run import config
+from qarl_jax.typed_config import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 STAND_IN = r"""#!/bin/bash
@@ -79,8 +81,11 @@ def test_runs_with_adapters_have_folders_beside_those_of_full_parameter_runs(bas
 def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash, tmp_path):
     (tmp_path / "questions.jsonl").touch()
     _, qat, *_ = bash("experiments/qat/rl.sh", str(tmp_path), "900", "training", "qarl_w4a16:1", MODEL="M")
-    said = yaml.safe_load(re.search(r"data\.system=(.*?) model\.path", qat).group(1))
-    assert said == config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data.system
+    asked = re.search(r"(data=\{.*?\}) model\.path", qat).group(1)  # as the command reads it, escapes included
+    made = load.load(qat_command.Config, ROOT / "configs/qat/smollm2_135m_gpu.yaml", [asked]).data
+    runs = config.load(ROOT / "configs/qwen25_coder_0p5b/qarl_w4a16.yaml").data
+    assert (made.system, made.template, made.holdout) == (runs.system, runs.template, 0.1)
+    assert made.source.path == str(tmp_path / "answers.jsonl")
 
 
 def test_a_nested_session_trains_all_widths(bash, tmp_path):
