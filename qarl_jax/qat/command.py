@@ -280,10 +280,12 @@ def _run(cfg: Config, job: Job) -> None:
                 write_hf(staging, job.trained, blocks.tensors())
                 blocks.streams.clear()  # whole models come
             if cfg.distill is not None:
-                facts["kl"], found = _distill(cfg, cfg.distill, job, staging, task)
+                learned, found = _distill(cfg, cfg.distill, job, staging, task)
+                facts |= learned
                 perplexity |= found
                 _tell(perplexity)
-                if found["distilled"] > perplexity.get("trained", found["distilled"]):
+                before, after = learned["heldout_kl"]
+                if after > before:
                     print("end-to-end training did harm: lower distill.optimizer.lr, or set distill=null", flush=True)
             made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), perplexity=perplexity, **facts)
     shutil.rmtree(cfg.work)
@@ -297,11 +299,12 @@ def _tell(perplexity: dict[str, float]) -> None:
 
 def _distill(
     cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any
-) -> tuple[list[float], dict[str, float]]:
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Trains all layers of the model in `folder`, or without `train` of `model.path`, and writes them to `folder`.
 
     Returns:
-      The KL of each update, and held-out perplexities; with widths one of each, `distilled_8` for eight bits.
+      The KL of each update and of the held-out rows, and held-out perplexities; with widths one of each, `distilled_8`
+      for eight bits.
     """
     full = dataclasses.replace(job.config, param_dtype=job.config.compute_dtype)
     teacher = models.load_masters(cfg.model.path, full)
@@ -315,18 +318,26 @@ def _distill(
         found = {"full": perplexity(*teacher), "rounded": perplexity(served, masters)}
         _tell(found)
     plan, work = cfg.plan(part), cfg.work / "distill"
-    masters, losses = distill.distill(
-        teacher, (graphdef, masters), job.train, part.optimizer, plan, cfg.save_every, work, task, cfg.widths
+    masters, losses, (before, after) = distill.distill(
+        teacher,
+        (graphdef, masters),
+        job.train,
+        job.heldout,
+        part.optimizer,
+        plan,
+        cfg.save_every,
+        work,
+        task,
+        cfg.widths,
     )
     models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), masters, nnx.State({})), folder)
-    print(
-        f"qat distill  KL {losses[0]:.4f} before, {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True
-    )
+    first, last = np.mean(losses[:8]), np.mean(losses[-8:])
+    print(f"qat distill  held-out KL {before:.4f} -> {after:.4f}; training rows {first:.4f} -> {last:.4f}", flush=True)
     masters = as_stored(masters)
     for bits in cfg.widths:
         found[f"distilled_{bits}"] = perplexity(models.with_scheme(graphdef, job.stages[-1].at_width(bits)), masters)
     found["distilled"] = found[f"distilled_{min(cfg.widths)}"] if cfg.widths else perplexity(served, masters)
-    return losses, found
+    return {"kl": losses, "heldout_kl": [before, after]}, found
 
 
 @entry_point

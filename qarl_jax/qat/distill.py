@@ -61,21 +61,23 @@ def distill(
     teacher: tuple[Any, nnx.State],
     student: tuple[Any, nnx.State],
     tokens: Int[np.ndarray, "R T"],
+    heldout: Int[np.ndarray, "H T"],
     optimizer: build.Config,
     plan: Plan,
     every: int,
     folder: pathlib.Path,
     task: Any,
     widths: Sequence[int] = (),
-) -> tuple[nnx.State, list[float]]:
+) -> tuple[nnx.State, list[float], tuple[float, float]]:
     """Trains the student's layers to match the teacher's distribution.
 
     Args:
       teacher, student: (graphdef, masters); the teacher's masters may have the compute dtype.
+      tokens, heldout: rows to train on and rows to measure on, unpadded.
       optimizer, plan, every, folder, task, widths: as in `Trainer`.
 
     Returns:
-      The student's masters, and the loss of each update.
+      The student's masters, the loss of each update, and the loss on the held-out rows before and after the training.
     """
     graphdef, masters = student
     rest = part_of(masters, lambda path: not learns(path))
@@ -92,12 +94,17 @@ def distill(
 
     trainer = Trainer(graphdef, loss, optimizer, plan, every, widths)
 
-    def inputs(rows: list[int]) -> tuple[Any, ...]:
-        batch = jnp.asarray(tokens[rows])
-        return rest, told(teacher[1], batch), batch
+    def inputs(batch: Int[np.ndarray, "B T"]) -> tuple[Any, ...]:
+        return rest, told(teacher[1], jnp.asarray(batch)), jnp.asarray(batch)
 
-    params, losses = trainer.fit(part_of(masters, learns), inputs, folder, task)
-    return united(params, rest), losses
+    def measured(params: nnx.State) -> float:
+        parts = [heldout[at : at + plan.batch] for at in range(0, len(heldout), plan.batch)]
+        return sum(len(part) * float(trainer.measure(params, *inputs(part))) for part in parts) / len(heldout)
+
+    params = part_of(masters, learns)
+    before = measured(params)
+    params, losses = trainer.fit(params, lambda rows: inputs(tokens[rows]), folder, task)
+    return united(params, rest), losses, (before, measured(params))
 
 
 def perplexity(graphdef: Any, masters: nnx.State, tokens: Int[np.ndarray, "H T"], batch: int) -> float:

@@ -192,6 +192,8 @@ def test_distillation_on_the_models_own_text_brings_the_distributions_together(w
     receipt = made.read_receipt(world.folder / "distilled", "qat.json")
     assert len(receipt["kl"]) == 32
     assert np.mean(receipt["kl"][-4:]) < 0.7 * np.mean(receipt["kl"][:4])
+    before, after = receipt["heldout_kl"]
+    assert after < 0.9 * before
     assert set(receipt["perplexity"]) == {"full", "trained", "rounded", "distilled"}
 
 
