@@ -1,7 +1,8 @@
 # SmolLM2-135M through all of its layers on one GPU; beside it GPTQ and end-to-end training, on equal text with equal groups.
 # MODELS holds smollm2-135m. RESULTS gets receipts, logs and, as each arm is done, a line of perplexities. A killed run goes on
 # with the same command. Arguments are overrides of all arms. PARTS chooses arms: parts run side by side, and the arms of a part,
-# joined by commas, one after the other. FRACTION of the GPU is what each part may take (0.15; 20 GB). TINY=1 tries it on a CPU.
+# joined by commas, one after the other. An arm may be overrides joined by plus signs: PARTS="train.optimizer.lr=3e-4+distill=null".
+# FRACTION of the GPU is what each part may take (0.15; 20 GB). TINY=1 tries it on a CPU.
 # XLA's search for the fastest kernels took more than four minutes of an arm's start, and changed no speed that was seen.
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-0.15} JAX_COMPILATION_CACHE_DIR=$MODELS/xla
@@ -34,6 +35,7 @@ arm() { # NAME
   w3) qat $1 'stages=["w8a16_asym:g32", "w4a16_asym:g32", "w3a16_asym:g32"]' ;;
   w4) qat $1 'stages=["w8a16_asym:g32", "w4a16_asym:g32"]' ;;
   midpoint | shift) qat "$1" 'stages=["w2a16_'"$1"':g32"]' distill=null ;;
+  *=*) qat "$1" ${1//+/ } ;;
   *) echo "unknown arm: $1" >&2 && exit 2 ;;
   esac
 }
