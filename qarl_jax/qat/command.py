@@ -32,7 +32,7 @@ from qarl_jax.optim import build, leafwise
 from qarl_jax.qat import distill, split, text
 from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
-from qarl_jax.quant import check_quantizable, parse_scheme
+from qarl_jax.quant import at_width, check_quantizable, parse_scheme
 from qarl_jax.run import export, made, on_disk
 from qarl_jax.runtime import locks, progress
 from qarl_jax.typed_config import load
@@ -165,8 +165,9 @@ class Config:
 
     @property
     def served(self) -> str:
-        """The last scheme, with its group: without one a run would take its own `quant.group_size`."""
-        return str(parse_scheme(self.stages[-1]))
+        """The last scheme, at the narrowest of `widths`, with its group: a run has its own `quant.group_size`."""
+        scheme = parse_scheme(self.stages[-1])
+        return str(at_width(scheme, min(self.widths)) if self.widths else scheme)
 
     def plan(self, part: Train) -> Plan:
         """Returns the schedule of updates of a section."""

@@ -127,9 +127,10 @@ def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path, 
 
 
 @pytest.mark.nightly
-def test_one_folder_is_trained_for_several_widths(world):
+def test_one_folder_is_trained_for_several_widths(world, capsys):
     widths = tree(world, "widths", stages=["w8a16_asym:g32"], widths=[8, 2], distill={"epochs": 1, "batch": 2})
     assert run(world, widths) == 0
+    assert "quant.forward=w2a16_midpoint:g32\n" in capsys.readouterr().out
     receipt = made.read_receipt(world.folder / "widths", "qat.json")
     for record in receipt["blocks"]:  # both at two bits
         assert record["trained"] < 0.8 * record["rounded"]
@@ -168,10 +169,20 @@ def test_weights_go_down_to_two_bits_and_then_activations(world, capsys):
         assert record["trained"] < record["rounded"]
 
 
-def test_the_scheme_for_rl_has_the_group_that_was_trained(world):
+@pytest.mark.parametrize(
+    ("stages", "widths", "served"),
+    [
+        (["w8a16_asym", "w2a16_asym"], [], "w2a16_asym:g32"),
+        (["w8a16_asym"], [2], "w2a16_midpoint:g32"),
+        (["w8a16_asym:g16"], [4, 2], "w2a16_midpoint:g16"),
+        (["w8a16_asym"], [8, 4], "w4a16_midpoint:g32"),
+        (["w8a16_asym"], [8], "w8a16_asym:g32"),
+    ],
+)
+def test_the_scheme_for_rl_has_the_width_and_the_group_that_were_trained(world, stages, widths, served):
     path = world.folder / "named.yaml"
-    path.write_text(yaml.safe_dump(tree(world, "named", stages=["w8a16_asym", "w2a16_asym"])))
-    assert load.load(command.Config, path).served == "w2a16_asym:g32"
+    path.write_text(yaml.safe_dump(tree(world, "named", stages=stages, widths=widths)))
+    assert load.load(command.Config, path).served == served
 
 
 @pytest.mark.nightly
