@@ -3,6 +3,7 @@
 """Quantization-aware training block by block: less is lost than by rounding, and a killed run goes on to equal bits."""
 
 import copy
+import json
 import os
 import pathlib
 import re
@@ -317,6 +318,14 @@ def unfinished(world, request):
     return values, cfg, job
 
 
+def with_own_text(world, folder, out):
+    """A training in one stage on a copy of the text, and the copy's path."""
+    path = folder / "text.jsonl"
+    path.write_text(pathlib.Path(world.data).read_text())
+    source = {"source": {"name": "jsonl", "path": str(path)}, "template": "raw", "holdout": 0.2}
+    return tree(world, out, data=source, stages=[SCHEME], train={"epochs": 1, "batch": 2}), path
+
+
 def _file(world, values):
     path = world.folder / f"{os.path.basename(values['out'])}.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -329,6 +338,41 @@ def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinishe
     assert "unfinished training of another config" in capsys.readouterr().err
     command.start_over(cfg)
     assert not cfg.work.exists()
+
+
+def test_work_on_other_text_is_refused_until_its_text_is_back(world, tmp_path, capsys):
+    values, path = with_own_text(world, tmp_path, "other_text")
+    cfg = load.load(command.Config, _file(world, values))
+    before = command._job(cfg)
+    lines = path.read_text()
+    path.write_text("".join(reversed(lines.splitlines(keepends=True))))
+    assert run(world, values) == 2
+    assert "other_text.work holds the unfinished training on other text: give it back" in capsys.readouterr().err
+    path.write_text(lines)
+    np.testing.assert_array_equal(command._job(cfg).train, before.train)
+
+
+@pytest.mark.slow
+def test_a_finished_folder_is_made_again_from_other_text(world, tmp_path, capsys):
+    values, path = with_own_text(world, tmp_path, "new_text")
+    receipt = pathlib.Path(values["out"], "qat.json")
+
+    def rows():
+        capsys.readouterr()
+        assert run(world, values) == 0
+        return json.loads(receipt.read_text()).get("rows"), "is up to date (same config)" in capsys.readouterr().out
+
+    first, _ = rows()
+    assert rows() == (first, True)
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    second, kept = rows()
+    assert first != second
+    assert not kept
+    earlier = json.loads(receipt.read_text())
+    del earlier["rows"]  # as earlier versions wrote it
+    receipt.write_text(json.dumps(earlier))
+    path.write_text("")
+    assert rows() == (None, True)
 
 
 def test_work_lies_beside_an_out_that_ends_in_a_slash(world):
