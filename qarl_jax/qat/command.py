@@ -32,7 +32,7 @@ from qarl_jax.optim import build, leafwise
 from qarl_jax.qat import distill, split, text
 from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
-from qarl_jax.quant import check_quantizable, parse_scheme
+from qarl_jax.quant import at_width, check_quantizable, parse_scheme
 from qarl_jax.run import export, made, on_disk
 from qarl_jax.runtime import locks, progress
 from qarl_jax.typed_config import load
@@ -165,8 +165,9 @@ class Config:
 
     @property
     def served(self) -> str:
-        """The last scheme, with its group: without one a run would take its own `quant.group_size`."""
-        return str(parse_scheme(self.stages[-1]))
+        """The last scheme, at the narrowest of `widths`, with its group: a run has its own `quant.group_size`."""
+        scheme = parse_scheme(self.stages[-1])
+        return str(at_width(scheme, min(self.widths)) if self.widths else scheme)
 
     def plan(self, part: Train) -> Plan:
         """Returns the schedule of updates of a section."""
@@ -202,7 +203,7 @@ def _job(cfg: Config) -> Job:
 
     Raises:
       UserError: a weight does not suit a scheme, channels are split already, rows are longer than the model's
-        context, or the work in progress is another config's.
+        context, or the work in progress is another config's or other text's.
     """
     config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
     if config.splitting is not None:
@@ -219,20 +220,24 @@ def _job(cfg: Config) -> Job:
     splitting = split.asked(cfg.split, config, stages[-1]) if cfg.split else None
     _check_weights(dataclasses.replace(config, splitting=splitting), stages)
     check_weights(cfg.model.path, config)
-    mark, known = made.fingerprint(cfg), made.read_receipt(cfg.work, RECEIPT).get("fingerprint")
-    if known not in (None, mark):
+    mark, receipt = made.fingerprint(cfg), made.read_receipt(cfg.work, RECEIPT)
+    if receipt.get("fingerprint") not in (None, mark):
         raise UserError(
             f"{cfg.work} holds the unfinished training of another config: give it back its config, remove it with"
             " --force, or name another out."
         )
     file = cfg.work / "tokens.safetensors"
     if not file.is_file():
-        sizes = {"count": cfg.text.rows, "heldout": cfg.text.heldout, "length": cfg.text.row_len}
-        rows = text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
+        rows = _rows(cfg, config)
         named = dict(zip(("train", "heldout"), rows, strict=True))
         cfg.work.mkdir(parents=True, exist_ok=True)
-        made.write_receipt(cfg.work, RECEIPT, cfg, mark)
+        made.write_receipt(cfg.work, RECEIPT, cfg, mark, rows=text.digest(*rows))
         safetensors.write(file, {name: (x.dtype, x.shape) for name, x in named.items()}, named.items())
+    elif not _is_same_text(cfg, receipt):
+        raise UserError(
+            f"{cfg.work} holds the unfinished training on other text: give it back its text, remove it with --force,"
+            " or name another out."
+        )
     tokens, first = safetensors.SafetensorsFile(file), next(iter(cfg.parts.values()))
     return Job(
         model=cfg.model.path,
@@ -247,6 +252,18 @@ def _job(cfg: Config) -> Job:
         work=cfg.work,
         splitting=splitting,
     )
+
+
+def _rows(cfg: Config, config: models.ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    sizes = {"count": cfg.text.rows, "heldout": cfg.text.heldout, "length": cfg.text.row_len}
+    return text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
+
+
+def _is_same_text(cfg: Config, receipt: dict[str, Any]) -> bool:
+    """Tells whether the rows are those that a receipt names; a receipt of an earlier version names none."""
+    if cfg.data is None or "rows" not in receipt:
+        return True
+    return receipt["rows"] == text.digest(*_rows(cfg, models.read_config(cfg.model.path)))
 
 
 def _check_weights(config: models.ModelConfig, stages: Sequence[Any]) -> None:
@@ -287,7 +304,8 @@ def _run(cfg: Config, job: Job) -> None:
                 before, after = learned["heldout_kl"]
                 if after > before:
                     print("end-to-end training did harm: lower distill.optimizer.lr, or set distill=null", flush=True)
-            made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), perplexity=perplexity, **facts)
+            facts |= {"perplexity": perplexity, "rows": text.digest(job.train, job.heldout)}
+            made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), **facts)
     shutil.rmtree(cfg.work)
     print(f"wrote {cfg.out}; RL starts from it with model.path={cfg.out} quant.forward={cfg.served}")
 
@@ -345,7 +363,7 @@ def _distill(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit code."""
     try:
-        return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over)
+        return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over, _is_same_text)
     except KeyboardInterrupt:
         print("stopped; the same command goes on", flush=True)
         return 130

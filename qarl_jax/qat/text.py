@@ -9,6 +9,7 @@ memory for the whole model in the compute dtype.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,11 @@ def rows(
             " more text, or lower text.row_len."
         )
     return train, held
+
+
+def digest(*rows: Int[np.ndarray, "R T"]) -> str:
+    """Hashes rows of tokens."""
+    return hashlib.sha256(b"".join(each.tobytes() for each in rows)).hexdigest()[:16]
 
 
 def _tokens(cfg: data.Config, tokenizer: Any, split: Any, stop: int, seed: int) -> Iterator[int]:

@@ -60,6 +60,7 @@ def main(
     purpose: str,
     argv: Sequence[str] | None = None,
     again: Callable[[Any], None] = lambda cfg: None,
+    is_same: Callable[[Any, dict[str, Any]], bool] = lambda cfg, receipt: True,
 ) -> int:
     """Runs `verb` on a config file and overrides, unless `out` is up to date; returns the exit code.
 
@@ -68,14 +69,16 @@ def main(
       run: makes the folder.
       purpose: a line for --help.
       again: called first if --force is given.
+      is_same: tells whether data are the same as those of a receipt with the config's hash.
     """
     parser = Parser(verb, config="YAML file", needed=True, description=purpose)
     parser.add_argument("--force", action="store_true", help="train from the start, even if `out` is up to date")
     args = parser.parse_args(argv)
     cfg: Any = load.load(config_type, shipped.config_file(args.config), args.overrides)
+    receipt = read_receipt(cfg.out, f"{verb}.json")
     if args.force:
         again(cfg)
-    elif read_receipt(cfg.out, f"{verb}.json").get("fingerprint") == mark(cfg):
+    elif receipt.get("fingerprint") == mark(cfg) and is_same(cfg, receipt):
         print(f"{cfg.out} is up to date (same config); --force trains it again")
         return 0
     run(cfg)

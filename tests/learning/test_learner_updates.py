@@ -227,13 +227,15 @@ def test_an_entropy_bonus_pulls_and_raises_entropy():
 )
 def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_program, offload, scored, caplog):
     graphdef, params, _ = models.split(tiny.random_model())
-    made = Learner(
-        models.with_scheme(graphdef, "w4a16:g32"),
+    graphdef = models.with_scheme(graphdef, "w2a16_midpoint:g32")
+    learner = functools.partial(
+        Learner,
         loss_fn=get_loss("grpo"),
         optimizer=leafwise.Optimizer(build.Muon(lr=0.02)),
         mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
     )
+    made = learner(graphdef, beside={} if one_program else {"w8": learner(models.at_width(graphdef, 8))})
     size = 2
     rows = packed(size)
     micros = list(rows.micro_batches(size))
@@ -248,7 +250,11 @@ def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_progra
         qweights = made.quantize(state.params)
         put = [made.put(micro) for micro in micros]
         old = [made.score(state.params, qweights, micro)[0] if scored else None for micro in put]
-        made.update(state, qweights, put, old, rows.num_tokens, rows.num_sequences)
+        beside = {
+            name: [other.score(state.params, other.quantize(state.params), micro)[0] for micro in put]
+            for name, other in made.beside.items()
+        }
+        made.update(state, qweights, put, old, rows.num_tokens, rows.num_sequences, beside=beside)
     built = {
         name for record in caplog.records for name in re.findall(r"XLA compilation of jit\(([^)]*)", record.message)
     }

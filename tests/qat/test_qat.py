@@ -3,6 +3,7 @@
 """Quantization-aware training block by block: less is lost than by rounding, and a killed run goes on to equal bits."""
 
 import copy
+import json
 import os
 import pathlib
 import re
@@ -127,9 +128,10 @@ def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path, 
 
 
 @pytest.mark.nightly
-def test_one_folder_is_trained_for_several_widths(world):
+def test_one_folder_is_trained_for_several_widths(world, capsys):
     widths = tree(world, "widths", stages=["w8a16_asym:g32"], widths=[8, 2], distill={"epochs": 1, "batch": 2})
     assert run(world, widths) == 0
+    assert "quant.forward=w2a16_midpoint:g32\n" in capsys.readouterr().out
     receipt = made.read_receipt(world.folder / "widths", "qat.json")
     for record in receipt["blocks"]:  # both at two bits
         assert record["trained"] < 0.8 * record["rounded"]
@@ -168,10 +170,20 @@ def test_weights_go_down_to_two_bits_and_then_activations(world, capsys):
         assert record["trained"] < record["rounded"]
 
 
-def test_the_scheme_for_rl_has_the_group_that_was_trained(world):
+@pytest.mark.parametrize(
+    ("stages", "widths", "served"),
+    [
+        (["w8a16_asym", "w2a16_asym"], [], "w2a16_asym:g32"),
+        (["w8a16_asym"], [2], "w2a16_midpoint:g32"),
+        (["w8a16_asym:g16"], [4, 2], "w2a16_midpoint:g16"),
+        (["w8a16_asym"], [8, 4], "w4a16_midpoint:g32"),
+        (["w8a16_asym"], [8], "w8a16_asym:g32"),
+    ],
+)
+def test_the_scheme_for_rl_has_the_width_and_the_group_that_were_trained(world, stages, widths, served):
     path = world.folder / "named.yaml"
-    path.write_text(yaml.safe_dump(tree(world, "named", stages=["w8a16_asym", "w2a16_asym"])))
-    assert load.load(command.Config, path).served == "w2a16_asym:g32"
+    path.write_text(yaml.safe_dump(tree(world, "named", stages=stages, widths=widths)))
+    assert load.load(command.Config, path).served == served
 
 
 @pytest.mark.nightly
@@ -308,6 +320,14 @@ def unfinished(world, request):
     return values, cfg, job
 
 
+def with_own_text(world, folder, out):
+    """A training in one stage on a copy of the text, and the copy's path."""
+    path = folder / "text.jsonl"
+    path.write_text(pathlib.Path(world.data).read_text())
+    source = {"source": {"name": "jsonl", "path": str(path)}, "template": "raw", "holdout": 0.2}
+    return tree(world, out, data=source, stages=[SCHEME], train={"epochs": 1, "batch": 2}), path
+
+
 def _file(world, values):
     path = world.folder / f"{os.path.basename(values['out'])}.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -320,6 +340,41 @@ def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinishe
     assert "unfinished training of another config" in capsys.readouterr().err
     command.start_over(cfg)
     assert not cfg.work.exists()
+
+
+def test_work_on_other_text_is_refused_until_its_text_is_back(world, tmp_path, capsys):
+    values, path = with_own_text(world, tmp_path, "other_text")
+    cfg = load.load(command.Config, _file(world, values))
+    before = command._job(cfg)
+    lines = path.read_text()
+    path.write_text("".join(reversed(lines.splitlines(keepends=True))))
+    assert run(world, values) == 2
+    assert "other_text.work holds the unfinished training on other text: give it back" in capsys.readouterr().err
+    path.write_text(lines)
+    np.testing.assert_array_equal(command._job(cfg).train, before.train)
+
+
+@pytest.mark.slow
+def test_a_finished_folder_is_made_again_from_other_text(world, tmp_path, capsys):
+    values, path = with_own_text(world, tmp_path, "new_text")
+    receipt = pathlib.Path(values["out"], "qat.json")
+
+    def rows():
+        capsys.readouterr()
+        assert run(world, values) == 0
+        return json.loads(receipt.read_text()).get("rows"), "is up to date (same config)" in capsys.readouterr().out
+
+    first, _ = rows()
+    assert rows() == (first, True)
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    second, kept = rows()
+    assert first != second
+    assert not kept
+    earlier = json.loads(receipt.read_text())
+    del earlier["rows"]  # as earlier versions wrote it
+    receipt.write_text(json.dumps(earlier))
+    path.write_text("")
+    assert rows() == (None, True)
 
 
 def test_work_lies_beside_an_out_that_ends_in_a_slash(world):
