@@ -103,8 +103,15 @@ def test_an_engine_that_serves_eight_bits_is_switched_to_what_an_engine_of_two_b
     ("changes", "said"),
     [
         ({"quant": {"forward": "w4a16:g32"}, "train": {"widths": [8, 4]}}, "w4a16:g32 has one width: train under"),
+        (
+            {"quant": LOW | {"rules": [{"match": "down", "scheme": "w4a16:g32"}]}, "eval": {"widths": [8]}},
+            r"eval.widths=\[8\], quant.rules\[0\]: w4a16:g32 has one width",
+        ),
         ({"quant": {"forward": "bf16"}, "eval": {"widths": [8]}}, "are of a low-bit policy: set quant.forward="),
-        ({"quant": LOW, "train": {"widths": [8, 3]}}, "has no slice of 3 bits: choose 8, 4, 2"),
+        (
+            {"quant": LOW, "train": {"widths": [8, 3]}},
+            r"train.widths=\[8, 3\], quant.forward: .* has no slice of 3 bits: choose 8, 4, 2",
+        ),
         ({"quant": LOW, "train": {"widths": [8, 4]}}, r"leaves out that of quant.forward=w2a16_midpoint:g32: add it"),
         ({"quant": LOW, "train": {"widths": [2, 2]}}, "named twice"),
         ({"quant": LOW | {"rollout": "w4a16_midpoint:g32"}, "eval": {"widths": [8]}}, "neither lora nor another"),

@@ -14,7 +14,7 @@ import pytest
 from qarl_bridge.protocol import formats
 
 from qarl_jax import plot, train
-from qarl_jax.loop import updates
+from qarl_jax.loop import step_metrics, updates
 from qarl_jax.loop.collector import Collector
 from qarl_jax.observe import recorder
 from qarl_jax.rollout.dynamic_sampling import Collected
@@ -285,7 +285,7 @@ def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
 
 
 @pytest.mark.slow
-def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world, monkeypatch):
+def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world, monkeypatch, capsys):
     monkeypatch.setattr(plot, "leave", plot.leave.__wrapped__)
     changed = world.changed(
         run_dir=str(world.folder / "fresh"),
@@ -306,6 +306,10 @@ def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a
     assert "quant/code_flips" not in line
     assert not list((changed.run_dir / "checkpoints").glob("step_*"))
     assert {"curves.png", "report.html"} <= {path.name for path in changed.run_dir.iterdir()}
+    said = step_metrics.summary(changed.config)
+    assert "its policy not saved (checkpoint.at_end=true saves it)" in said
+    assert "qarl_jax watch" in said
+    assert "--checkpoint" not in said  # evaluate and export would find none
 
 
 def test_a_dry_run_prints_config_and_plans_and_writes_nothing(world, capsys):

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import io
 import json
+import lzma
 import pathlib
 import re
 import tarfile
@@ -119,16 +120,24 @@ def read(archives: Sequence[pathlib.Path]) -> dict[str, Run]:
     """Reads the runs of some archives, by name."""
     runs: dict[str, Run] = {}
     for archive in archives:
-        found: dict[str, dict[str, bytes]] = {}
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                parts = pathlib.PurePosixPath(member.name).parts
-                if member.isfile() and len(parts) == 3 and parts[0] == "runs" and KEPT.fullmatch(parts[2]):
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    found.setdefault(parts[1], {})[parts[2]] = file.read()
-        runs |= {name: Run(name, files) for name, files in found.items()}
+        try:
+            runs |= _read(archive)
+        except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:
+            reason = str(error).partition("\n")[0].rstrip(":")  # tarfile adds a line for each compression
+            raise SystemExit(f"{archive}: cannot be read ({reason}); name a whole archive of stretch.sh.") from None
     return dict(sorted(runs.items()))
+
+
+def _read(archive: pathlib.Path) -> dict[str, Run]:
+    found: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            parts = pathlib.PurePosixPath(member.name).parts
+            if member.isfile() and len(parts) == 3 and parts[0] == "runs" and KEPT.fullmatch(parts[2]):
+                file = tar.extractfile(member)
+                assert file is not None
+                found.setdefault(parts[1], {})[parts[2]] = file.read()
+    return {name: Run(name, files) for name, files in found.items()}
 
 
 def write(runs: dict[str, Run], out: pathlib.Path) -> None:

@@ -243,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fig = panels(lambda key, _: curves(planned_arms(planned), key), look.__getitem__, PANELS)
         fig.savefig(args.figure, dpi=90, metadata={"Software": None})
         return 0
+    if QUESTIONS not in planned:
+        raise SystemExit(f"{head}: holds no questions; make an archive with them by --merge, and name it first.")
     print(formatted(planned, args.format) if args.format else page(planned, report.read(rest)), end="")
     return 0
 

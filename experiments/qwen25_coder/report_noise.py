@@ -23,6 +23,8 @@ ARMS = (AQN, NVFP4, INT4, BF16)
 COMPARED = ((AQN, NVFP4), (NVFP4, BF16), (NVFP4, INT4))
 STEPS = slice(4, 40)
 """The steps over which reward and entropy are averaged: those after the schedule's stage without noise."""
+EVALUATED = (0, 40)
+"""The versions whose evaluations are judged."""
 REWARD, ENTROPY = "reward/mean", "entropy/mean"
 PASSES, SAMPLES = ("pass@1", "pass@8"), 8
 
@@ -30,6 +32,12 @@ PASSES, SAMPLES = ("pass@1", "pass@8"), 8
 def mean_of(run: Run, key: str) -> float:
     """Averages a metric over STEPS."""
     return float(np.mean([step[key] for step in run.steps[STEPS]]))
+
+
+def is_complete(run: Run) -> bool:
+    """Tells whether a run has all steps and both evaluations; one that was cut off would be averaged over fewer."""
+    versions = {one["version"] for one in run.lines("eval_correct.jsonl")}
+    return {step["step"] for step in run.steps} >= {*range(STEPS.stop)} and versions >= {*EVALUATED}
 
 
 def passed(run: Run, k: str, *, number: int = -1) -> np.ndarray:
@@ -93,8 +101,11 @@ def verdict(found: dict[str, dict[int, Run]]) -> str:
 
 def page(runs: dict[str, Run]) -> str:
     """Returns the text of all tables."""
-    found = report.arms(runs)
-    return "\n\n".join([verdict(found), arms(found), differences(found)])
+    found = report.arms({name: run for name, run in runs.items() if is_complete(run)})
+    parts = [verdict(found), arms(found), differences(found)]
+    if short := [name for name, run in runs.items() if report.NAME.fullmatch(name) and not is_complete(run)]:
+        parts.append(f"Left out, because steps or evaluations are missing: {report.listed(short)}.")
+    return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,13 +3,16 @@
 """The table of PLAN.md from what cells have recorded: `python -m experiments.when_to_quantize.table WORK`.
 
 Accuracy per arm and grid with its 95 % interval, and each arm less `rtn` and less `gptq`, paired by seed and question
-(`experiments/qwen25_coder/stats.py`); of `stock` its k3. An arm that was measured twice counts with its last line.
+(`experiments/qwen25_coder/stats.py`); of `stock` its k3. An arm that was measured twice counts with its last line. A
+line that a kill tore is left out.
 """
 
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +29,29 @@ def read(work: pathlib.Path) -> Cells:
             f"{work}: no cells.jsonl here; make a cell first: python -m experiments.when_to_quantize.cell {work} ARM"
             " GRID SEED."
         )
-    lines = (json.loads(line) for line in (work / "cells.jsonl").read_text().splitlines())
+    lines = _whole(work / "cells.jsonl")
     return {(cell["arm"], cell["grid"], cell["seed"]): cell for cell in lines}
 
 
+def _whole(file: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a file; warns of torn lines."""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            print(f"{file}:{number}: torn, and left out; remove it and make its cell again.", file=sys.stderr)
+
+
 def answers(work: pathlib.Path, cell: dict[str, object]) -> dict[str, float]:
-    """Reads question -> share of right responses of a cell."""
-    records = map(json.loads, (work / str(cell["responses"])).read_text().splitlines())
+    """Reads question -> share of right responses of a cell. Raises `UserError` where they are missing or torn."""
+    file = work / str(cell["responses"])
+    try:
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError):
+        raise UserError(
+            f"{file}: missing or torn; make its cell again: python -m experiments.when_to_quantize.cell {work}"
+            f" {cell['arm']} {cell['grid']} {cell['seed']}."
+        ) from None
     return {record["uid"]: record["num_correct"] / len(record["responses"]) for record in records}
 
 
@@ -69,7 +88,8 @@ def table(work: pathlib.Path) -> str:
         row = [grid, arm, str(len(own)), f"{100 * mean[score]:.1f}{interval}"]
         for other in ("rtn", "gptq"):
             found = None if arm == other else less(work, cells, arm, other, grid)
-            row.append("" if found is None else f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}")
+            partly = f" ({found.seeds} of {len(own)} seeds)" if found and found.seeds < len(own) else ""
+            row.append("" if found is None else f"{100 * found.mean:+.1f} ± {100 * found.half:.1f}{partly}")
         row += [f"{mean['eval/response_len/mean']:.0f}", f"{mean['eval/error_tokens']:.2e}"]
         lines.append("| " + " | ".join([*row, f"{mean['stock/k3']:.2e}" if arm == "stock" else ""]) + " |")
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Metric
 from qarl_jax.observe import error_tokens, recorder, terminal
 from qarl_jax.run import evaluation
+from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Completion, RolloutGroup, command
 
@@ -188,8 +189,10 @@ def summary(cfg: RunConfig) -> str:
     records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
     curves = ", its curves in report.html" if os.path.isfile(os.path.join(cfg.run_dir, "report.html")) else ""
+    saved = bool(Checkpoints(os.path.join(cfg.run_dir, "checkpoints")).steps())
+    policy = "its policy in checkpoints/" if saved else "its policy not saved (checkpoint.at_end=true saves it)"
     lines = [
-        f"done: {cfg.run_dir}, its numbers in metrics.jsonl{curves}, its policy in checkpoints/",
+        f"done: {cfg.run_dir}, its numbers in metrics.jsonl{curves}, {policy}",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
         f"                  {terminal.sparkline(rewards)}",
     ]
@@ -203,20 +206,21 @@ def summary(cfg: RunConfig) -> str:
     dropped = [record["later/clip/seq_dropped"] for record in records if "later/clip/seq_dropped" in record]
     if dropped:
         lines.append(f"sequences dropped {np.mean(dropped):.1%} (after each step's first update)")
-    return "\n".join([*lines, *next_steps(cfg)])
+    return "\n".join([*lines, *next_steps(cfg, saved)])
 
 
-def next_steps(cfg: RunConfig) -> list[str]:
-    """Lists the commands that most users want after a run: watch, evaluate, export."""
+def next_steps(cfg: RunConfig, saved: bool = True) -> list[str]:
+    """Lists the commands that most users want after a run: watch, and, if its policy was saved, evaluate and export."""
     run = shlex.quote(cfg.run_dir)
     out = shlex.quote(os.path.join("models", os.path.basename(os.path.normpath(cfg.run_dir))))
     kind, what = "hf", "as a model folder"
     if cfg.lora is not None and not cfg.lora.train_norms:
         kind, what = "peft", "its adapters as a PEFT folder"
-    lines = {
-        f"{command('watch')} {run}": "its page; report.html in its folder is the same as a file",
+    lines = {f"{command('watch')} {run}": "its page; report.html in its folder is the same as a file"}
+    of_policy = {
         f"{command('evaluate')} --checkpoint {run}": "its policy on held-out prompts",
         f"{command('export')} --checkpoint {run} --format {kind} --out {out}": what,
     }
+    lines |= of_policy if saved else {}
     width = max(map(len, lines))
     return ["next:", *(f"  {line:<{width}}   # {purpose}" for line, purpose in lines.items())]

@@ -278,7 +278,13 @@ def run(cfg: Config) -> None:
     """Trains the model of a config, or resumes it, and writes the resulting folder."""
     made.check_ours(cfg.out, RECEIPT)
     with _owned(cfg):
-        _run(cfg, _job(cfg))
+        try:
+            _run(cfg, _job(cfg))
+        except OSError as error:
+            if not on_disk.is_full(error):
+                raise
+            what = f"{cfg.work} cannot be written: {error.strerror}"
+            raise UserError(what, "free some space, and give the same command again.") from None
 
 
 def _run(cfg: Config, job: Job) -> None:

@@ -20,6 +20,7 @@ Everything else is derived, and `description.describe` prints it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -429,8 +430,8 @@ class RunConfig:
             return
         if own is None:
             raise UserError("train.widths and eval.widths are of a low-bit policy: set quant.forward=w2a16_midpoint.")
-        for bits in asked:
-            quant.at_width(own, bits)
+        self._check_slices("train", self.train.widths)
+        self._check_slices("eval", self.eval.widths)
         if self.train.widths and self.other_widths["train"] == self.train.widths:
             raise UserError(f"train.widths={list(self.train.widths)} leaves out that of quant.forward={own}: add it.")
         if len(set(self.train.widths)) < len(self.train.widths) or len(set(self.eval.widths)) < len(self.eval.widths):
@@ -446,6 +447,16 @@ class RunConfig:
                 " started with: set quant.forward=w8a16_asym without quant.rules, sample with rollout.engine.name=jax,"
                 " or leave eval.widths out and `export --bits` a checkpoint."
             )
+
+    def _check_slices(self, section: str, widths: Sequence[int]) -> None:
+        """Refuses a scheme of `quant` that has no slice of one of the widths."""
+        named = {"quant.forward": {"match": "", "scheme": self.quant.forward}}
+        named |= {f"quant.rules[{i}]": dataclasses.asdict(rule) for i, rule in enumerate(self.quant.rules)}
+        for (name, rule), bits in itertools.product(named.items(), widths):
+            try:
+                quant.Rules.parse([rule], self.quant.group_size).at_width(bits)
+            except UserError as error:
+                raise UserError(f"{section}.widths={list(widths)}, {name}: {error}") from None
 
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name

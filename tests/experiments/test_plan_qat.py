@@ -57,7 +57,26 @@ def test_the_report_pairs_arms_by_seed_and_question(tmp_path, capsys, monkeypatc
     said = capsys.readouterr().out
     assert "qarl     +41.67 +- " in said
     assert "by seed 0.00, 75.00, 50.00" in said
-    assert "qarl less rollout +25.00 +- 45.93\n" in said
+    assert "qarl less rollout +25.00 +- 45.93  of seeds 1, 2\n" in said
     (tmp_path / "runs.jsonl").write_text(json.dumps(lines[-1]) + "\n" + json.dumps(lines[-1]))
     with pytest.raises(SystemExit, match=r"two runs of .*, seed"):
         report.main()
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ({"held_out": "110"}, ":2: 3 questions, and 4 of an earlier run"),
+        ({"held_out": "1120"}, ":2: held_out needs a digit, 0 or 1,"),
+        ({"held_out": ""}, ":2: held_out needs a digit, 0 or 1,"),
+        ('{"start": "round', ":2: not a whole line of JSON"),
+    ],
+)
+def test_the_report_refuses_answers_that_cannot_be_compared(line, error, tmp_path):
+    file, run = tmp_path / "runs.jsonl", {"start": "rounding", "scheme": "w2a16_asym:g32", "arm": "qarl", "seed": 1}
+    second = line if isinstance(line, str) else json.dumps(run | {"arm": "rollout"} | line)
+    file.write_text(f"{json.dumps(run | {'held_out': '1100'})}\n{second}\n")
+    with pytest.raises(SystemExit, match=error):
+        report.arms(file)
+    with pytest.raises(SystemExit, match=r"missing.jsonl: cannot be read \(No such file"):
+        report.arms(tmp_path / "missing.jsonl")

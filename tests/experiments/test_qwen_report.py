@@ -202,6 +202,15 @@ def test_archives_are_merged_and_the_last_one_wins(runs, tmp_path):
     }
 
 
+def test_an_archive_that_is_not_whole_is_refused_in_one_sentence(runs, tmp_path):
+    report.write(runs, tmp_path / "whole.tar.xz")
+    (tmp_path / "half.tar.xz").write_bytes((tmp_path / "whole.tar.xz").read_bytes()[:-500])
+    (tmp_path / "text.tar.xz").write_text("no archive")
+    for name in ("half.tar.xz", "text.tar.xz", "missing.tar.xz"):
+        with pytest.raises(SystemExit, match=f"{name}: cannot be read .* name a whole archive"):
+            report.read([tmp_path / "whole.tar.xz", tmp_path / name])
+
+
 def test_both_figures_are_drawn_from_an_archive(runs, tmp_path):
     for each in runs.values():
         (sample,) = each.lines("samples.jsonl")

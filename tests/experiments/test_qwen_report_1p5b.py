@@ -80,6 +80,13 @@ def test_archive_page_and_figure_are_made_of_what_the_runs_left(runs, tmp_path, 
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_archive_without_questions_is_refused(runs, tmp_path):
+    archive = tmp_path / "runs.tar.xz"
+    report.write({name: run for name, run in runs.items() if name != plan.QUESTIONS}, archive)
+    with pytest.raises(SystemExit, match=r"runs.tar.xz: holds no questions; make an archive with them by --merge"):
+        plan.main([str(archive), str(archive)])
+
+
 @pytest.mark.parametrize("form", ["w3a16", "w4a16:g-1"])
 def test_runs_under_another_format_are_reported_apart_from_those_under_w4a16(runs, tmp_path, capsys, form):
     suffix = form.replace(":", "_")  # as stretch.sh names folders

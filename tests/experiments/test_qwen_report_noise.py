@@ -53,6 +53,17 @@ def test_arms_are_judged_by_steps_with_noise_and_by_both_evaluations():
     )
 
 
+@pytest.mark.parametrize("file", ["metrics.jsonl", "eval_correct.jsonl"])
+def test_a_run_that_was_cut_off_is_left_out_by_name(file):
+    whole = [run(f"{arm}_seed{seed}", 0.25) for arm in (plan.AQN, plan.NVFP4) for seed in (1, 2)]
+    torn = run(f"{plan.AQN}_seed3", 0.5)
+    torn.files[file] = torn.files[file][:-9]
+    runs = {one.name: one for one in [*whole, run(f"{plan.NVFP4}_seed3", 0.25)]}
+    assert plan.page(runs | {torn.name: torn}) == (
+        f"{plan.page(runs)}\n\nLeft out, because steps or evaluations are missing: {plan.AQN}_seed3."
+    )
+
+
 def test_the_page_shows_the_archives_tables(capsys):
     assert plan.main([str(ROOT / "experiments/qwen25_coder/results_noise.tar.xz")]) == 0
     page = (ROOT / "docs/appendix/qwen25_coder_lora.md").read_text()

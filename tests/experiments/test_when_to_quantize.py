@@ -99,8 +99,28 @@ def test_the_table_pairs_arms_by_seed_and_question(tmp_path: pathlib.Path):
     )  # less rtn, less gptq: equal answers here
     assert "| w4a16 | rtn | 3 |" in said
     assert table.less(tmp_path, table.read(tmp_path), "qarl", "rtn", "w8a8") is None
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line != lines[-3]))
+    rows = table.table(tmp_path).splitlines()
+    assert " (2 of 3 seeds) | " in next(row for row in rows if "| qarl |" in row)
+    assert "of 3 seeds" not in next(row for row in rows if "| rtn |" in row)
 
 
 def test_a_folder_without_cells_is_told_with_the_command_that_makes_one(tmp_path: pathlib.Path, capsys):
     assert table.main([str(tmp_path)]) == 2
     assert "no cells.jsonl here; make a cell first: python -m experiments.when_to" in capsys.readouterr().err
+
+
+def test_a_torn_line_is_left_out_and_missing_responses_are_told_with_their_command(tmp_path: pathlib.Path, capsys):
+    numbers = {"eval/avg_at_1": 0.5, "eval/response_len/mean": 9.0, "eval/error_tokens": 0.0}
+    cell = {"arm": "rtn", "grid": "w4a16", "seed": 1, "responses": "rtn.jsonl"} | numbers
+    rows = [json.dumps({"uid": f"q/{i}", "num_correct": i, "responses": [{}]}) for i in (0, 1)]
+    (tmp_path / "rtn.jsonl").write_text("\n".join(rows))
+    whole = json.dumps(cell)
+    (tmp_path / "cells.jsonl").write_text(f"{whole}\n{whole[:60]}\n")
+    assert table.main([str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "| w4a16 | rtn | 1 | 50.0 ± " in said.out
+    assert "cells.jsonl:2: torn, and left out" in said.err
+    (tmp_path / "rtn.jsonl").write_text("\n".join(rows)[:-5])
+    assert table.main([str(tmp_path)]) == 2
+    assert "rtn.jsonl: missing or torn; make its cell again: python -m experiments.when" in capsys.readouterr().err

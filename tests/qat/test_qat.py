@@ -3,6 +3,7 @@
 """Quantization-aware training block by block: less is lost than by rounding, and a killed run goes on to equal bits."""
 
 import copy
+import errno
 import json
 import os
 import pathlib
@@ -402,6 +403,17 @@ def test_a_folder_below_a_file_is_refused(world, capsys):
     (world.folder / "file").write_text("")
     assert run(world, tree(world, "file/out")) == 2
     assert "file/out.work cannot be written: File exists. Name a folder of yours." in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_while_layer_inputs_are_written_is_told(world, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(blocks, "_write_rows", full)
+    assert run(world, tree(world, "full")) == 2
+    said = capsys.readouterr().err
+    assert "full.work cannot be written: No space left on device; free some space, and give the same command" in said
+    assert "Traceback" not in said
 
 
 def test_damaged_work_is_told(unfinished):
