@@ -231,12 +231,12 @@ def _job(cfg: Config) -> Job:
         rows = _rows(cfg, config)
         named = dict(zip(("train", "heldout"), rows, strict=True))
         cfg.work.mkdir(parents=True, exist_ok=True)
-        made.write_receipt(cfg.work, RECEIPT, cfg, mark, rows=text.digest(*rows))
+        made.write_receipt(cfg.work, RECEIPT, cfg, mark, rows=text.digest(*rows), weights=_weights(cfg))
         safetensors.write(file, {name: (x.dtype, x.shape) for name, x in named.items()}, named.items())
-    elif not _is_same_text(cfg, receipt):
+    elif changed := _changed(cfg, receipt):
         raise UserError(
-            f"{cfg.work} holds the unfinished training on other text: give it back its text, remove it with --force,"
-            " or name another out."
+            f"{cfg.work} holds the unfinished training with other {changed}: give it back its {changed}, remove it with"
+            " --force, or name another out."
         )
     tokens, first = safetensors.SafetensorsFile(file), next(iter(cfg.parts.values()))
     return Job(
@@ -259,11 +259,18 @@ def _rows(cfg: Config, config: models.ModelConfig) -> tuple[np.ndarray, np.ndarr
     return text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
 
 
-def _is_same_text(cfg: Config, receipt: dict[str, Any]) -> bool:
-    """Tells whether the rows are those that a receipt names; a receipt of an earlier version names none."""
+def _weights(cfg: Config) -> str:
+    return on_disk.sampled(pathlib.Path(cfg.model.path), "*.safetensors")
+
+
+def _changed(cfg: Config, receipt: dict[str, Any]) -> str:
+    """Names what differs from a receipt, weights or text; a receipt of an earlier version has neither."""
+    if receipt.get("weights", weights := _weights(cfg)) != weights:
+        return "weights"
     if cfg.data is None or "rows" not in receipt:
-        return True
-    return receipt["rows"] == text.digest(*_rows(cfg, models.read_config(cfg.model.path)))
+        return ""
+    rows = _rows(cfg, models.read_config(cfg.model.path))
+    return "" if receipt["rows"] == text.digest(*rows) else "text"
 
 
 def _check_weights(config: models.ModelConfig, stages: Sequence[Any]) -> None:
@@ -297,6 +304,10 @@ def _run(cfg: Config, job: Job) -> None:
             blocks.run()
             perplexity, facts["blocks"] = blocks.perplexities(), blocks.progress.layers
             _tell(perplexity)
+            layers = facts["blocks"]
+            if harmed := sum(record["trained"] > record["rounded"] for record in layers):
+                said = f"training made {harmed} of {len(layers)} layers worse than rounding: lower train.optimizer.lr"
+                print(said, flush=True)
         with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
             export.copy_kept(cfg.model.path, staging)
             if cfg.train is not None:
@@ -310,7 +321,7 @@ def _run(cfg: Config, job: Job) -> None:
                 before, after = learned["heldout_kl"]
                 if after > before:
                     print("end-to-end training did harm: lower distill.optimizer.lr, or set distill=null", flush=True)
-            facts |= {"perplexity": perplexity, "rows": text.digest(job.train, job.heldout)}
+            facts |= {"perplexity": perplexity, "rows": text.digest(job.train, job.heldout), "weights": _weights(cfg)}
             made.write_receipt(staging, RECEIPT, cfg, made.fingerprint(cfg), **facts)
     shutil.rmtree(cfg.work)
     print(f"wrote {cfg.out}; RL starts from it with model.path={cfg.out} quant.forward={cfg.served}")
@@ -369,7 +380,7 @@ def _distill(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit code."""
     try:
-        return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over, _is_same_text)
+        return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over, _changed)
     except KeyboardInterrupt:
         print("stopped; the same command goes on", flush=True)
         return 130

@@ -60,7 +60,7 @@ def main(
     purpose: str,
     argv: Sequence[str] | None = None,
     again: Callable[[Any], None] = lambda cfg: None,
-    is_same: Callable[[Any, dict[str, Any]], bool] = lambda cfg, receipt: True,
+    changed: Callable[[Any, dict[str, Any]], str] = lambda cfg, receipt: "",
 ) -> int:
     """Runs `verb` on a config file and overrides, unless `out` is up to date; returns the exit code.
 
@@ -69,7 +69,7 @@ def main(
       run: makes the folder.
       purpose: a line for --help.
       again: called first if --force is given.
-      is_same: tells whether data are the same as those of a receipt with the config's hash.
+      changed: names what differs from a receipt with the config's hash; "": nothing does.
     """
     parser = Parser(verb, config="YAML file", needed=True, description=purpose)
     parser.add_argument("--force", action="store_true", help="train from the start, even if `out` is up to date")
@@ -78,7 +78,7 @@ def main(
     receipt = read_receipt(cfg.out, f"{verb}.json")
     if args.force:
         again(cfg)
-    elif receipt.get("fingerprint") == mark(cfg) and is_same(cfg, receipt):
+    elif receipt.get("fingerprint") == mark(cfg) and not changed(cfg, receipt):
         print(f"{cfg.out} is up to date (same config); --force trains it again")
         return 0
     run(cfg)

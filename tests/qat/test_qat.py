@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from qarl_jax import models, qat, train
 from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
@@ -350,9 +351,30 @@ def test_work_on_other_text_is_refused_until_its_text_is_back(world, tmp_path, c
     lines = path.read_text()
     path.write_text("".join(reversed(lines.splitlines(keepends=True))))
     assert run(world, values) == 2
-    assert "other_text.work holds the unfinished training on other text: give it back" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "other_text.work holds the unfinished training with other text: give it back its text" in said
     path.write_text(lines)
     np.testing.assert_array_equal(command._job(cfg).train, before.train)
+
+
+def test_work_with_other_weights_is_refused(world, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(world.model, model)
+    values = tree(world, "other_weights", model={"path": str(model)})
+    command._job(load.load(command.Config, _file(world, values)))
+    weights = load_file(model / "model.safetensors")
+    save_file({name: x * 2 for name, x in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    assert run(world, values) == 2
+    said = capsys.readouterr().err
+    assert "other_weights.work holds the unfinished training with other weights: give it back its weights" in said
+
+
+@pytest.mark.slow
+def test_layers_that_training_made_worse_than_rounding_are_told(world, capsys):
+    harmful = {"epochs": 1, "batch": 2, "optimizer": {"name": "adamw", "lr": 3.0, "weight_decay": 0.0}}
+    assert run(world, tree(world, "worse", stages=["w8a16_asym:g32"], train=harmful)) == 0
+    said = capsys.readouterr().out
+    assert "training made 2 of 2 layers worse than rounding: lower train.optimizer.lr" in said
 
 
 @pytest.mark.slow
