@@ -88,6 +88,22 @@ def test_a_model_is_trained_on_answers_under_the_system_message_of_its_runs(bash
     assert made.source.path == str(tmp_path / "answers.jsonl")
 
 
+def test_the_training_of_the_lowest_held_out_kl_is_the_beginning_of_rl(bash, tmp_path):
+    arms = {"2:1e-3:1e-5": [0.1, 0.3], "2:1e-4:1e-5": [0.2, 0.1], "8:1e-4:1e-5": [0.1, float("nan")]}
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/answers.jsonl").touch()
+    for arm, kl in arms.items():
+        rows, layers, whole = arm.split(":")
+        name = f"train.batch={rows}+distill.batch={rows}+train.optimizer.lr={layers}+distill.optimizer.lr={whole}"
+        (tmp_path / "models/qat" / name).mkdir(parents=True)
+        (tmp_path / "models/qat" / name / "arm").write_text(arm)
+        (tmp_path / "rates").mkdir(exist_ok=True)
+        (tmp_path / "rates" / f"qat_{name}.json").write_text(json.dumps({"heldout_kl": kl}))  # trained already
+    more = {"TINY": "1", "RESULTS": str(tmp_path), "MODELS": str(tmp_path / "models"), "ARMS": " ".join(arms)}
+    assert bash("benchmarks/sessions/qat/0/15-rates.sh", **more) == []
+    assert (tmp_path / "training/model/arm").read_text() == "2:1e-4:1e-5"
+
+
 def test_a_nested_session_trains_all_widths(bash, tmp_path):
     (tmp_path / "nested").mkdir()
     (tmp_path / "nested/questions.jsonl").touch()

@@ -9,9 +9,9 @@ else
   bash benchmarks/offline_host.sh await "$model/ready"
 fi
 for start in ${START:-training rounding}; do
-  runs=(qarl_w4a16:{1,2,3} rollout_w4a16_grpo:{1,2,3} base:w2a16_asym:g32) more=()
+  runs=(base:w2a16_asym:g32 qarl_w4a16:{1,2,3} rollout_w4a16_grpo:{1,2,3}) more=()
   [ "$start" != nested ] || {
-    runs=(qarl_w4a16:{1,2,3} base:{w2a16_midpoint,w4a16_midpoint,w8a16_asym}:g32)
+    runs=(base:{w2a16_midpoint,w4a16_midpoint,w8a16_asym}:g32 qarl_w4a16:{1,2,3})
     more=(-- "train.widths=${WIDTHS:-[8,4,2]}")
   }
   [ -z "${RUNS:-}" ] || read -r -a runs <<<"$RUNS"
