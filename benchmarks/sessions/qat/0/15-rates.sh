@@ -1,5 +1,6 @@
 # Which learning rates train the real 0.5B to two bits: the trainings that experiments/qat/PLAN.md lists, at once, products in
 # TF32. RESULTS gets their receipts, and the one with the lowest KL on held-out rows as training/model, from which 20-rl.sh begins.
+# ARMS chooses: each has up to 16 GB on the disk, so two at once fit a host of 64 GB.
 # LIMIT: seconds for the trainings; one that has not ended by then is not chosen. MODELS holds qwen25-coder-0.5b. TINY=1 RESULTS=DIR
 # MODELS=DIR tries it on a CPU.
 export JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32 FRACTION=${FRACTION:-0.19}
