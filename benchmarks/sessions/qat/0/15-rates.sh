@@ -1,6 +1,6 @@
-# Which learning rates train the real 0.5B to two bits: the trainings that experiments/qat/PLAN.md lists, at once, products in
+# Which learning rates train the real 0.5B to two bits: the trainings that experiments/qat/PLAN.md lists, two at once, products in
 # TF32. RESULTS gets their receipts, and the one with the lowest KL on held-out rows as training/model, from which 20-rl.sh begins.
-# ARMS chooses: each has up to 16 GB on the disk, so two at once fit a host of 64 GB.
+# ARMS chooses. Five at once filled a disk of 64 GB.
 # LIMIT: seconds for the trainings; one that has not ended by then is not chosen. MODELS holds qwen25-coder-0.5b. TINY=1 RESULTS=DIR
 # MODELS=DIR tries it on a CPU.
 export JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32 FRACTION=${FRACTION:-0.19}
@@ -11,12 +11,12 @@ mkdir -p "$rates"
 ln -sfn "$RESULTS/training/answers.jsonl" "$rates/text.jsonl"
 size=(text.rows=1024)
 [ -z "${TINY:-}" ] || size=(text.rows=16 text.row_len=64 text.heldout=2 data.holdout=0.3)
-parts=
+lanes=() at=0
 for arm in ${ARMS:-8:3e-4:1e-5 8:3e-4:3e-5 2:1e-4:1e-5 2:1e-4:3e-5 2:3e-5:1e-5}; do # rows an update, two rates
   IFS=: read -r rows layers whole <<<"$arm"
-  parts+=" train.batch=$rows+distill.batch=$rows+train.optimizer.lr=$layers+distill.optimizer.lr=$whole"
+  lanes[at++ % 2]+=",train.batch=$rows+distill.batch=$rows+train.optimizer.lr=$layers+distill.optimizer.lr=$whole"
 done
-RESULTS=$rates MODELS=$MODELS PARTS=$parts timeout -k 5 "${LIMIT:-100000}" bash experiments/qat/gpu.sh model.path="$model" \
+RESULTS=$rates MODELS=$MODELS PARTS=${lanes[*]} timeout -k 5 "${LIMIT:-100000}" bash experiments/qat/gpu.sh model.path="$model" \
   "data=$(bash experiments/qat/data.sh "$rates/text.jsonl")" "${size[@]}"
 best=$(python3 - "$rates"/qat_*.json <<'END'
 import json, math, pathlib, sys
